@@ -1,0 +1,25 @@
+"""Errors a user can cause, each with its exit code; the CLI prints their text as one line, never a traceback."""
+
+
+class PacelineError(Exception):
+    """Something failed at run time. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(PacelineError):
+    """The command line was wrong. Exit code 2."""
+
+    exit_code = 2
+
+
+class ConfigError(PacelineError):
+    """The run file, data, target or machine does not fit. Exit code 78 (EX_CONFIG): systemd does not restart it."""
+
+    exit_code = 78
+
+
+class Interrupted(PacelineError):
+    """Stopped by the user. Exit code 130."""
+
+    exit_code = 130

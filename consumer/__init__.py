@@ -1,0 +1,1 @@
+"""The trainer: feed, drafter, losses, optimiser, checkpoints, evaluation and export."""

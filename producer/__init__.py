@@ -1,0 +1,1 @@
+"""The target worker: rows in, target forward, hidden states into its ring."""
