@@ -28,17 +28,13 @@ class TargetSettings(Section):
     """The frozen target model."""
 
     path: str = Field(description="Local folder, GGUF file or hub id of a causal language model")
-    dtype: Dtype = Field(
-        "bfloat16", description="Compute dtype of the target and dtype of the recorded states"
-    )
+    dtype: Dtype = Field("bfloat16", description="Compute dtype of the target and dtype of the recorded states")
     layer_ids: list[NonNegativeInt] | None = Field(
         None,
         description="Decoder layers whose outputs are recorded, counted from 0. Default: spread evenly over the "
         "target, one per draft layer",
     )
-    last_hidden: bool = Field(
-        False, description="Also record the last layer's output (soft-label objectives need it)"
-    )
+    last_hidden: bool = Field(False, description="Also record the last layer's output (soft-label objectives need it)")
     trust_remote_code: bool = Field(False, description="Let transformers run code that comes with the model")
 
 
@@ -54,9 +50,7 @@ class DataSettings(Section):
     supervise: Literal["all", "last"] = Field(
         "all", description="Which assistant turns are supervised: every one, or the last only"
     )
-    held_out: NonNegativeInt = Field(
-        64, description="Rows set aside for evaluation, drawn by seed, never trained on"
-    )
+    held_out: NonNegativeInt = Field(64, description="Rows set aside for evaluation, drawn by seed, never trained on")
 
 
 class StreamSettings(Section):
@@ -69,8 +63,8 @@ class StreamSettings(Section):
     )
     order: Literal["arrival", "strict"] = Field(
         "arrival",
-        description="arrival: train records as they come, within an epoch. strict: in plan order, so the same run "
-        "file gives the same weights whatever the number of workers and kills",
+        description="arrival: train records as they come, within an epoch. strict: in plan order, so the same "
+        "run file gives the same weights whatever the number of workers and kills",
     )
     slots: PositiveInt = Field(4, description="Slots in each worker's ring")
     prefetch: PositiveInt = Field(4, description="Tokenised batches each worker holds ready (q_pre)")
@@ -100,20 +94,12 @@ class TrainerSettings(Section):
         description="Device of each rank, repeated in turn. Default: the GPUs after the workers', else cpu",
     )
     threads: NonNegativeInt = Field(0, description="CPU threads of a rank; 0 leaves torch's default")
-    dtype: Dtype = Field(
-        "bfloat16", description="Compute dtype of the drafter; masters and optimiser are float32"
-    )
-    batches_per_step: PositiveInt = Field(
-        1, description="Whole batches in an optimiser step, over all ranks (G)"
-    )
-    micro_tokens: PositiveInt = Field(
-        8192, description="Most context tokens in a micro-batch (one row at least)"
-    )
+    dtype: Dtype = Field("bfloat16", description="Compute dtype of the drafter; masters and optimiser are float32")
+    batches_per_step: PositiveInt = Field(1, description="Whole batches in an optimiser step, over all ranks (G)")
+    micro_tokens: PositiveInt = Field(8192, description="Most context tokens in a micro-batch (one row at least)")
     epochs: PositiveInt = Field(6, description="Passes over the data")
     max_steps: PositiveInt | None = Field(None, description="Stop after so many steps")
-    max_tokens: PositiveInt | None = Field(
-        None, description="Stop after the step that reaches so many context tokens"
-    )
+    max_tokens: PositiveInt | None = Field(None, description="Stop after the step that reaches so many context tokens")
     max_hours: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Stop, with a checkpoint, after so many hours of this run's training time"
     )
@@ -130,9 +116,7 @@ class DrafterSettings(Section):
     """The DFlash drafter."""
 
     layers: PositiveInt = Field(5, description="Draft layers")
-    block_size: Annotated[int, Field(ge=2)] = Field(
-        16, description="Slots in a block, the anchor included (B)"
-    )
+    block_size: Annotated[int, Field(ge=2)] = Field(16, description="Slots in a block, the anchor included (B)")
     mask_token_id: NonNegativeInt | None = Field(
         None,
         description="Row of the target's embedding that marks a masked slot; a token that data never uses",
@@ -169,9 +153,7 @@ class OptimizerSettings(Section):
     schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="Learning-rate schedule")
     warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.04, description="Share of the steps that warm up")
     decay: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="Share of the steps that decay (wsd)")
-    final_lr: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="Last learning rate as a share of the peak"
-    )
+    final_lr: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Last learning rate as a share of the peak")
 
 
 class CheckpointSettings(Section):
@@ -180,9 +162,7 @@ class CheckpointSettings(Section):
     every_steps: PositiveInt | None = Field(500, description="Steps between checkpoints")
     every_minutes: Annotated[float, Field(gt=0)] | None = Field(30, description="Minutes between checkpoints")
     keep_last: PositiveInt = Field(3, description="Newest checkpoints kept")
-    keep_best: bool = Field(
-        True, description="Also keep the one with the best tau_chain on the held-out rows"
-    )
+    keep_best: bool = Field(True, description="Also keep the one with the best tau_chain on the held-out rows")
 
 
 class EvaluationSettings(Section):
@@ -224,7 +204,6 @@ class RunFile(Section):
         if bool(self.data.files) == bool(self.data.rows):
             raise ValueError("data: give exactly one of data.files and data.rows")
         if self.data.max_length > self.stream.token_budget:
-            raise ValueError(
-                f"stream.token_budget ({self.stream.token_budget}) is less than data.max_length ({self.data.max_length})"
-            )
+            budget, longest = self.stream.token_budget, self.data.max_length
+            raise ValueError(f"stream.token_budget ({budget}) is less than data.max_length ({longest})")
         return self
