@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
 from paceline.common import telemetry
 from paceline.common.telemetry import Metrics, bottleneck, duration, log_line, read_metrics, read_status, write_status
 
