@@ -8,7 +8,6 @@ slot: `write_meta`, the states at the offset that it returns, then `checksum` ov
 """
 
 import struct
-from collections.abc import Buffer
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,8 @@ from numpy.typing import NDArray
 
 from .errors import PacelineError
 from .ring_layout import WORD_LIMIT, pages
+
+Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LAST_HIDDEN = ("none", "before_norm")
@@ -191,7 +192,9 @@ def _check(meta: RecordMeta) -> None:
     kinds = (meta.row_ids.dtype, ends.dtype, meta.tokens.dtype, meta.mask.dtype)
     if kinds != (np.int64, np.int32, np.int32, np.uint8):
         raise RecordInvalid(f"record arrays of dtypes {kinds}")
-    if ends.shape != (rows + 1,) or ends[0] != 0 or ends[-1] != tokens or (np.diff(ends) <= 0).any():
+    if meta.row_ids.shape != (rows,) or meta.tokens.shape != (tokens,):
+        raise RecordInvalid("row ids and tokens are one-dimensional")
+    if ends.shape != (rows + 1,) or ends[0] != 0 or ends[-1] != tokens or (ends[1:] <= ends[:-1]).any():
         raise RecordInvalid("cu_seqlens do not cut the tokens into rows")
     if meta.mask.shape != (tokens,) or (meta.mask > 1).any():
         raise RecordInvalid("the loss mask does not fit the tokens")
