@@ -53,7 +53,7 @@ def target_folder(path: str) -> Path:
     if local.suffix == ".gguf":
         if not local.is_file():
             raise ConfigError(f"target.path: there is no file {local}")
-        from .target import converted
+        from .gguf import converted
 
         return converted(local)
     if local.exists():
