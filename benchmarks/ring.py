@@ -33,13 +33,19 @@ from rich.console import Console
 from rich.table import Table
 
 try:
-    import iceoryx2 as iox2
+    import iceoryx2
 except ImportError:  # no wheel for this machine: measured without
-    iox2 = None
+    iceoryx2 = None
 
+iox2: Any = iceoryx2
 SLOTS = 4
 TOUCH_FLOOR, COPY_FLOOR, LATENCY_CEILING_US = 0.8, 0.5, 300.0
 SERVICE = "paceline/benchmark"
+
+
+def pack(kind: str, **fields: Any) -> Any:
+    """A message in the form of common/wire.py's."""
+    return msgpack.packb({"v": 1, "t": kind, **fields})
 
 
 def consume(folder: Path, record_bytes: int) -> None:
@@ -62,7 +68,7 @@ def consume(folder: Path, record_bytes: int) -> None:
                 _read_iceoryx(subscriber, message["mode"], out)
         else:
             _read_ring(readers[message["ring"]], message, out)
-        socket.send_multipart([peer, msgpack.packb({"v": 1, "t": "done"})])
+        socket.send_multipart([peer, pack("done")])
 
 
 def _read_ring(reader: RingReader, message: dict[str, Any], out: np.ndarray) -> None:
@@ -129,8 +135,7 @@ class Producer:
             length = min(len(self.source), ring.slot_bytes)
             np.copyto(np.frombuffer(slot.payload, np.uint8, length), self.source[:length])
             ring.commit(slot, length, checksum(slot.payload, length) if mode == "sum" else 0)
-            announcement = {"v": 1, "t": "ready", "ring": ring.worker, "mode": mode, "slot": slot.index}
-            self.socket.send(msgpack.packb({**announcement, "seq": slot.seq, "batch": batch}))
+            self.socket.send(pack("ready", ring=ring.worker, mode=mode, slot=slot.index, seq=slot.seq, batch=batch))
             unanswered += 1
         for _ in range(unanswered):
             self.socket.recv()
@@ -138,7 +143,7 @@ class Producer:
     def iceoryx(self, mode: str, count: int) -> None:
         if self.publisher is None:
             return
-        self.socket.send(msgpack.packb({"v": 1, "t": "iceoryx", "mode": mode, "count": count}))
+        self.socket.send(pack("iceoryx", mode=mode, count=count))
         for _ in range(count):
             sample = self.publisher.loan_slice_uninit(len(self.source))
             np.copyto(np.frombuffer(sample.payload().as_memory_view(), np.uint8), self.source)
@@ -155,7 +160,7 @@ class Producer:
         return found
 
     def stop(self) -> None:
-        self.socket.send(msgpack.packb({"v": 1, "t": "stop"}))
+        self.socket.send(pack("stop"))
 
 
 def measure(record_bytes: int, rounds: int) -> tuple[dict[str, list[float]], list[float]]:

@@ -1,5 +1,6 @@
 """`paceline rings`: true, quick, and without a trace."""
 
+import io
 import json
 import os
 import shutil
@@ -122,7 +123,7 @@ def test_reading_changes_nothing(folder: Path):
     for path, (data, about) in zip(paths, before, strict=True):
         assert path.read_bytes() == data
         assert (path.stat().st_mtime_ns, path.stat().st_ino) == (about.st_mtime_ns, about.st_ino)
-    assert sorted(os.listdir(folder)) == ["w0.ring", "w1.ring"]
+    assert sorted(path.name for path in folder.iterdir()) == ["w0.ring", "w1.ring"]
     commit(ring, 1)  # the owner's lock was left alone
 
 
@@ -173,7 +174,7 @@ def drawn(width: int, *, ascii_only: bool = False) -> list[str]:
         info("w2", alive=False, retired=True, oldest_ready_s=None),
         rings.RingInfo("w3", Path("w3.ring"), problem="w3.ring: not a ring"),
     ]
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(rings.table("demo", infos, {"w0": rings.Rates(1.5, 2.25)}, width=width, ascii_only=ascii_only))
     return console.export_text().splitlines()
 
