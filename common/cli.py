@@ -79,20 +79,22 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
 @cli.command()
 @click.argument("path", metavar="[RUN.toml]", type=click.Path(path_type=Path), default=Path("run.toml"))
 @click.option("--target", required=True, help="Local folder, GGUF file or hub id of a causal language model.")
-@click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use; 0 is a CPU run. Default: what this machine has.")
+@click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use, 0 for CPU. Default: all of this machine.")
 @click.option("--split", metavar="N-M", help="N workers and M trainer ranks. Default: 3-1 on 4 GPUs, 5-3 on 8.")
-@click.option("--data", metavar="FILE", help="Chat file to train on (.jsonl, .jsonl.gz, .parquet).")
+@click.option(
+    "--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (.jsonl, .jsonl.gz, .parquet)."
+)
 @click.option("--name", help="The run's name. Default: from the target.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(
-    path: Path, target: str, gpus: int | None, split: str | None, data: str | None, name: str | None, force: bool
+    path: Path, target: str, gpus: int | None, split: str | None, data: str, name: str | None, force: bool
 ) -> None:
     """Write a commented run file for a target and a number of GPUs."""
     from .devices import gpu_count
     from .init import run_text, suggest_mask_token, write_run_file
 
     gpus = gpu_count() if gpus is None else gpus
-    text = run_text(target, gpus, name=name, split=split, data=data, file=str(path))
+    text = run_text(target, gpus, name=name, split=split, data=data, file=path)
     write_run_file(path, text, force)
     click.echo(f"wrote {path}")
     if suggest_mask_token(target) is None:

@@ -259,8 +259,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         ConfigError: the file is missing, no TOML, or has an unknown key or bad value; names file, line and key.
         UsageError: an override is not of the form key=value.
     """
-    path = Path(path)
-    text = _read(path)
+    return parse(_read(Path(path)), Path(path), overrides)
+
+
+def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> RunFile:
+    """`load` of a text that stands, or is to stand, in file `path`."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -423,14 +426,15 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
 # Writing
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A text, number, boolean or list of them as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return repr(value)
 
 
@@ -440,7 +444,7 @@ def _toml_lines(section: Section) -> Iterator[str]:
         if isinstance(value, Section):
             continue
         if value is not None:
-            yield f"{name} = {_toml_value(value)}"
+            yield f"{name} = {toml_value(value)}"
         elif field.default is not None:
             yield f'{name} = "{NONE}"'
 
@@ -480,7 +484,7 @@ def _default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "" if value is None else f"`{_toml_value(value)}`"
+    return "" if value is None else f"`{toml_value(value)}`"
 
 
 def _reference_table(model: type[Section], prefix: str) -> Iterator[str]:
