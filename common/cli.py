@@ -220,12 +220,55 @@ def rings(run: str | None, watch: bool, as_json: bool) -> None:
 
     RUN is a run's name or its file. Reads headers only and changes nothing.
     """
-    from .inspect import show_rings
-
     if watch and as_json:
         raise UsageError("--watch and --json do not go together")
     name, folder = _run_reference(run)
-    show_rings(folder, name, watch=watch, as_json=as_json)
+    names = [name] if name is not None else _runs_with_rings(folder)
+    if as_json:
+        _rings_json(names, folder)
+    else:
+        _rings_table(names, folder, watch)
+
+
+def _runs_with_rings(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _rings_json(names: list[str], folder: Path) -> None:
+    from .inspect import read_rings, rings_json
+
+    if len(names) != 1:
+        raise UsageError(_which_run(names, folder))
+    click.echo(json.dumps(rings_json(names[0], read_rings(folder / names[0]))))
+
+
+def _rings_table(names: list[str], folder: Path, watch: bool) -> None:
+    from rich.console import Console
+
+    from . import inspect
+
+    console = Console()
+    if watch:
+        if len(names) != 1:
+            raise UsageError(_which_run(names, folder))
+        inspect.watch(names[0], folder / names[0], console)
+        return
+    shown = [(name, found) for name in names if (found := inspect.read_rings(folder / name))]
+    if not shown:
+        raise PacelineError(f"no rings in {folder / names[0] if len(names) == 1 else folder}")
+    for name, found in shown:
+        console.print(inspect.table(name, found, width=console.width, ascii_only=not _unicode(console.encoding)))
+
+
+def _unicode(encoding: str) -> bool:
+    return encoding.lower().replace("-", "").startswith("utf")
+
+
+def _which_run(names: list[str], folder: Path) -> str:
+    return f"several runs have rings, name one: {', '.join(names)}" if names else f"no rings in {folder}, name a run"
 
 
 @cli.command()
