@@ -4,10 +4,12 @@ Errors of the classes in `errors` end a command with one line on stderr and thei
 of paceline and shows its traceback. PACELINE_DEBUG=1 shows every traceback.
 """
 
+import contextlib
 import json
 import os
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from . import __version__
 from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
+    from ..producer.prepare import PrepareReport
     from .runfile import RunFile
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -106,65 +109,81 @@ def init(
 @cli.command()
 @click.argument("data", nargs=-1, required=True, metavar="DATA...", type=click.Path(path_type=Path))
 @click.option("--target", help="Model whose tokenizer and chat template are used.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: the cache.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: in the cache.")
 @click.option(
-    "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row in tokens."
+    "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row, in tokens."
 )
-@click.option("--supervise", type=click.Choice(["all", "last"]), default="all", show_default=True,
-              help="Which assistant turns are supervised.")  # fmt: skip
+@click.option(
+    "--supervise", type=click.Choice(["all", "last"]), default="all", show_default=True, help="Which answers."
+)
+@click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
+@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
 @_set_option
-def prepare(
-    data: tuple[Path, ...],
-    target: str | None,
-    out: Path | None,
-    max_length: int,
-    supervise: str,
-    overrides: tuple[str, ...],
-) -> None:
-    """Turn chat files (JSONL, Parquet) into token rows with loss masks.
+def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], **options: Any) -> None:
+    """Turn chat files into token rows with loss masks.
 
-    DATA are chat files, or one run file, whose data are prepared as its settings say.
+    DATA are chat files (.jsonl, .jsonl.gz, .parquet). Or it is one run file: then its data are prepared as its settings
+    say and its target is fetched or converted, and nothing else; `paceline up` begins with this.
     """
-    from ..producer.prepare import prepare as prepare_rows
-    from .paths import cache_dir
-
-    if len(data) == 1 and data[0].suffix == ".toml":
-        if target or out:
-            raise UsageError("--target and --out come from the run file; use --set target.path=... there")
+    if data[0].suffix == ".toml":
+        given = click.get_current_context().get_parameter_source
+        if len(data) > 1 or any(given(name) is click.core.ParameterSource.COMMANDLINE for name in options):
+            raise UsageError("a run file has its own settings: give it alone, and change them with --set")
         _prepare_run(_load(data[0], overrides))
-        return
-    if not target:
-        raise UsageError("prepare needs --target: the model whose tokenizer and chat template are used")
-    if overrides:
-        raise UsageError("--set is for a run file")
-    report = prepare_rows(
-        list(data), target=target, max_length=max_length, supervise=supervise, out=out, cache=cache_dir()
-    )
+    elif overrides:
+        raise UsageError("--set changes a run file, and none is given")
+    elif not options["target"]:
+        raise UsageError("--target is missing: the model whose tokenizer and chat template are used")
+    else:
+        _prepare_files(data, **options)
+
+
+def _prepare_files(data: tuple[Path, ...], thinking: bool | None, **options: Any) -> None:
+    from ..producer.prepare import prepare as prepare_rows
+
+    template = {} if thinking is None else {"enable_thinking": thinking}
+    with _counter("conversations") as progress:
+        report = prepare_rows(data, template_kwargs=template, progress=progress, **options)
     _show_prepared(report)
 
 
 def _prepare_run(run: "RunFile") -> None:
-    from ..producer.prepare import prepare as prepare_rows
+    """What trainer and workers would each do first, done once: rows, target, and the checks that need no weights."""
+    from ..producer.prepare import prepare_run
     from .dataset import prepared_rows
-    from .paths import cache_dir
+    from .plan import plan_from
+    from .target_info import resolve_layer_ids, target_info
 
     if run.data.files:
-        report = prepare_rows(
-            [Path(file) for file in run.data.files],
-            target=run.target.path,
-            max_length=run.data.max_length,
-            supervise=run.data.supervise,
-            out=None,
-            cache=cache_dir(),
-        )
+        with _counter("conversations") as progress:
+            report = prepare_run(run, progress)
         _show_prepared(report)
-    prepared_rows(run)
+    rows = prepared_rows(run)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    layers = resolve_layer_ids(run, info)
+    plan = plan_from(run, rows)
+    click.echo(
+        f"target {info.model_type}, {info.num_layers} layers of {info.hidden_size}; records layers {layers}\n"
+        f"{plan.batches(0):,} batches in the first epoch, {plan.total_steps:,} steps in all"
+    )
 
 
-def _show_prepared(report: Any) -> None:
-    click.echo(f"{report.kept:,} rows in {report.folder}")
+@contextlib.contextmanager
+def _counter(what: str) -> Iterator[Callable[[int], None] | None]:
+    """Counts on one line of a terminal; says nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    yield lambda done: click.echo(f"\r{done:,} {what}", nl=False, err=True)
+    click.echo("\r\033[K", nl=False, err=True)
+
+
+def _show_prepared(report: "PrepareReport") -> None:
+    found = " (prepared before)" if report.cached else ""
+    click.echo(f"{report.kept:,} rows of {report.conversations:,} conversations in {report.folder}{found}")
+    click.echo(f"{report.tokens:,} tokens, {report.supervised:,} supervised; {report.cut:,} rows cut")
     for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
-        click.echo(f"  {count:,} dropped: {reason}")
+        click.echo(f"{count:,} dropped: {reason}")
     for example in report.examples:
         click.echo(f"    {example}")
 
@@ -178,7 +197,7 @@ def _show_prepared(report: Any) -> None:
 @_resume_option
 @click.option("--plain", is_flag=True, help="Plain lines even on a terminal.")
 def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bool) -> int:
-    """Run trainer and workers here under one supervisor, until done or Ctrl-C."""
+    """Run trainer and workers here, until done or Ctrl-C."""
     from .up import up as run_up
 
     return run_up(run_path, overrides, resume=resume, plain=plain)
@@ -189,7 +208,7 @@ def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bo
 @click.option("--worker", type=click.IntRange(min=0), default=0, show_default=True, help="Which worker this is.")
 @_set_option
 def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
-    """Run one target worker in the foreground (what the unit runs)."""
+    """Run one target worker in the foreground."""
     run = _load(run_path, overrides)
     from ..producer.worker import main as worker_main
 
@@ -201,7 +220,7 @@ def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
 @_set_option
 @_resume_option
 def consumer(run_path: Path, overrides: tuple[str, ...], resume: str | None) -> int:
-    """Run the trainer and its ranks in the foreground (what the unit runs)."""
+    """Run the trainer and its ranks in the foreground."""
     run = _load(run_path, overrides)
     from ..consumer.trainer import main as trainer_main
 
@@ -216,7 +235,7 @@ def consumer(run_path: Path, overrides: tuple[str, ...], resume: str | None) -> 
 @click.option("--watch", is_flag=True, help="Keep showing them, until Ctrl-C.")
 @_json_option
 def rings(run: str | None, watch: bool, as_json: bool) -> None:
-    """Show the rings: states of their slots, bytes, rates, oldest READY record, whether the owner lives.
+    """Show the rings: slots by state, rates, owners.
 
     RUN is a run's name or its file. Reads headers only and changes nothing.
     """
@@ -275,7 +294,7 @@ def _which_run(names: list[str], folder: Path) -> str:
 @_named_run_argument
 @_json_option
 def status(run: str | None, as_json: bool) -> None:
-    """Show topology, loss, rates, ETA and which side waits for which.
+    """Show progress, rates and which side waits for which.
 
     RUN is a run's name or its file. Default: every run of this machine that can be read.
     """
@@ -296,7 +315,10 @@ def status(run: str | None, as_json: bool) -> None:
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @_json_option
 def audit(checkpoint: Path, as_json: bool) -> int:
-    """Prove from a checkpoint that every batch is trained once, listed, or still to come."""
+    """Prove that no batch is lost or trained twice.
+
+    Each batch of the plan up to where CHECKPOINT stands is trained once, or listed with its reason and rows.
+    """
     from ..consumer.audit import audit as audit_checkpoint
 
     report = audit_checkpoint(checkpoint)
@@ -308,7 +330,9 @@ def audit(checkpoint: Path, as_json: bool) -> int:
 @_named_run_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def clean(run: str | None, dry_run: bool) -> None:
-    """Remove stale rings: those whose owner is dead and whose run has no trainer.
+    """Remove rings that nobody works on.
+
+    Kept are rings whose owner lives, and all of a run whose trainer does.
 
     What is in them is not lost: the batches are made again when the run goes on.
     """

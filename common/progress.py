@@ -164,9 +164,7 @@ def _processes(children: "Sequence[Child]", status: Status | None) -> Renderable
             Text(state, style=_STYLES.get(child.state, "")),
             duration(time.time() - child.started) if running else "",
             *_queues(child.name, status if running else None),
-            Text(
-                "" if _LOG_LINE.match(child.last_line) else child.last_line.removeprefix(f"{child.name}: "), style="dim"
-            ),
+            Text(said, style="dim"),
         )
     return table
 
