@@ -125,11 +125,12 @@ def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], **options: Any) 
     DATA are chat files (.jsonl, .jsonl.gz, .parquet). Or it is one run file: then its data are prepared as its settings
     say and its target is fetched or converted, and nothing else; `paceline up` begins with this.
     """
-    if data[0].suffix == ".toml":
+    first = next(iter(data))
+    if first.suffix == ".toml":
         given = click.get_current_context().get_parameter_source
         if len(data) > 1 or any(given(name) is click.core.ParameterSource.COMMANDLINE for name in options):
             raise UsageError("a run file has its own settings: give it alone, and change them with --set")
-        _prepare_run(_load(data[0], overrides))
+        _prepare_run(_load(first, overrides))
     elif overrides:
         raise UsageError("--set changes a run file, and none is given")
     elif not options["target"]:

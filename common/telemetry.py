@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 METRICS_FILE = "metrics.jsonl"
 STALE_SECONDS = 10.0  # status.json is written each second; one older than this is nobody's present state
@@ -69,7 +69,7 @@ def read_status(path: Path) -> Status | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return cast(Status, found) if isinstance(found, dict) else None
 
 
 def _finite(value: Any) -> Any:
