@@ -30,7 +30,7 @@ from ..common.errors import ConfigError
 from ..common.fingerprint import Fingerprint
 from ..common.ring import RingInvalid, RingReader, RingScan, SlotState, ring_paths
 from ..common.runfile import RunFile
-from .feed import Assign, FeedPlan, Free, Phase, RemoveRing, Resend, decide
+from .feed import Assign, FeedPlan, Free, Give, GiveExhausted, Phase, RemoveRing, Resend, decide
 from .feedstate import FeedBroken, FeedState
 from .ledger import Ledger
 
@@ -217,7 +217,7 @@ class Feeder:
         poller = zmq.Poller()
         for source in (self._workers, self._ranks, self._wake):
             poller.register(source, zmq.POLLIN)
-        poller.poll(max(0.0, self._rings.due - time.monotonic()) * 1000)
+        poller.poll(max(0, round((self._rings.due - time.monotonic()) * 1000)))
         workers = [(r, m) for r, m in self._drain(self._workers, "workers") if isinstance(m, _WorkerMessage)]
         ranks = [(r, m) for r, m in self._drain(self._ranks, "ranks") if isinstance(m, _RankMessage)]
         return workers, ranks
@@ -292,8 +292,8 @@ class Feeder:
 
     def _finish(self, rank_route: bytes) -> None:
         self._send(self._ranks, rank_route, wire.StopRank(self._trainer, "finished"))
-        for worker, route in self._routes.items():
-            self._send(self._workers, route, wire.StopWorker(self._state.workers[worker].incarnation, "finished"))
+        for worker, hint in self._state.workers.items():
+            self._send(self._workers, self._routes[worker], wire.StopWorker(hint.incarnation, "finished"))
 
     # ---- acting
 
@@ -303,6 +303,8 @@ class Feeder:
         for action in decide(self._state.view(scans)):
             answer = self._state.apply(action, now)
             match action:
+                case Give(request) | GiveExhausted(request):
+                    self._answer(answer, request.rank)
                 case Free(place):
                     self._rings.free(place.worker, place.ring, place.slot, place.seq)
                 case Assign() | Resend():
@@ -313,16 +315,14 @@ class Feeder:
                         log.info("removed the ring of retired worker %s", worker)
                 case _:
                     pass
-            if isinstance(answer, wire.Take):
-                faults.point("feed.taken")
-            if answer is not None:
-                self._answer(answer, action.request.rank)
         for (worker, incarnation), batches in work.items():
             self._send_work(worker, incarnation, batches)
 
-    def _answer(self, answer: wire.Take | wire.Exhausted, rank: int) -> None:
+    def _answer(self, answer: wire.Take | wire.Exhausted | None, rank: int) -> None:
+        if isinstance(answer, wire.Take):
+            faults.point("feed.taken")
         route = self._rank_routes.get(rank)
-        if route is not None:
+        if route is not None and answer is not None:
             self._send(self._ranks, route, answer)
 
     def _send_work(self, worker: str, incarnation: int, batches: list[int]) -> None:
