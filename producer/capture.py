@@ -1,8 +1,8 @@
 """The real source of states: runs the target and copies each recorded layer's output into the slot.
 
 A layer's copy starts in that layer's own hook, while later layers still compute. On CUDA the ring's mapping is
-registered with the driver, so the copy goes from the GPU straight into the slot, asynchronously and on a stream of its
-own; one event at the end says that all of them are complete. On the CPU the copy goes through a tensor view of the slot.
+registered with the driver, so the copy goes from the GPU straight into the slot, asynchronously, on a stream of its
+own; one event at the end says that all are complete. On the CPU the copy goes through a tensor view of the slot.
 
 Used by `worker.py` only, which never imports torch itself.
 """
@@ -86,7 +86,8 @@ class TargetSource:
                 torch.cuda.synchronize(self._target.device)
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"stream.token_budget: a batch of {tokens} tokens does not fit into {self._target.device} beside the target"
+                f"stream.token_budget: a batch of {tokens} tokens does not fit into {self._target.device} "
+                "beside the target"
             ) from None
 
     def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
