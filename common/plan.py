@@ -297,22 +297,19 @@ def _first_fit(costs: list[int], budget: int) -> list[int]:
     smallest = min(costs)
     opened = 0
     for cost in costs:
-        for at, left in enumerate(room):
-            if cost <= left:
-                break
-        else:
-            if len(ids) == _OPEN_BATCHES:
+        at = next((at for at, left in enumerate(room) if cost <= left), len(room))
+        if at == len(room):
+            if at == _OPEN_BATCHES:
                 fullest = room.index(min(room))
                 del ids[fullest], room[fullest]
-            at, left = len(ids), budget
+                at -= 1
             ids.append(opened)
             room.append(budget)
             opened += 1
         batch_of.append(ids[at])
-        if left - cost < smallest:
+        room[at] -= cost
+        if room[at] < smallest:
             del ids[at], room[at]
-        else:
-            room[at] = left - cost
     return batch_of
 
 

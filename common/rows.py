@@ -2,7 +2,7 @@
 
 A folder holds `rows.arrow` (Arrow IPC, one record batch, columns `tokens: large_list<int32>` and `mask:
 large_list<uint8>`, mapped, so that a row costs two slices) and `meta.json` (what they were prepared from, their digest
-and counts). `paceline.producer.prepare` writes it; workers, trainer, ranks and audit read it. Never changed once written.
+and counts). `paceline.producer.prepare` writes it once; workers, trainer, ranks and audit read it.
 
 mask[t] = 1: token t is supervised (assistant text and its end token; not the end token of an answer that was cut).
 """
