@@ -5,10 +5,10 @@ phases by itself: when the feed says that a phase has no more records, it asks f
 so the request in hand is sent again each second, after all that the feed must know before it: this rank's refusals and,
 from rank 0, what the last phases trained.
 
-A record is freed by `release`, after the loop has read all of it, and only if the slot's words still say that it is the
-record that was given. A record that does not check out is freed and refused; refused a second time, its batch is listed:
-it counts as one of its step's records and is never trained. A worker whose records are refused `skip_limit` times in a
-row ends the run.
+A record is freed by `release`, after the loop has read all of it, and only if the slot's words still say that it is
+the record that was given. A record that does not check out is freed and refused; refused a second time, its batch is
+listed: it counts as one of its step's records and is never trained. A worker whose records are refused `skip_limit`
+times in a row ends the run.
 
     loop            next -> train -> release                   next -> ...
     thread  want(0)  check(0)  want(1)  check(1) .............. want(2) ...
@@ -103,6 +103,7 @@ class RecordSource:
         self._on_map, self._on_unmap = on_map, on_unmap
         # Of the thread alone:
         self._readers: dict[str, RingReader] = {}
+        self._replaced: list[RingReader] = []  # no longer given, but perhaps still read
         self._phase, self._index = phase, 0
         self._in_a_row: dict[str, int] = {}
         self._malformed = 0
@@ -146,7 +147,6 @@ class RecordSource:
         Raises:
             TornRecord: the slot was no longer the record's, so what was read of it is worthless.
         """
-        record.states.release()
         point("rank.copied-not-released")
         if not record.reader.release(record.take.slot, record.take.seq):
             raise TornRecord(
@@ -204,8 +204,8 @@ class RecordSource:
         finally:
             socket.close()
             context.term()
-            for name in list(self._readers):
-                self._drop_reader(name)
+            self._replaced += self._readers.values()
+            self._unmap_replaced()
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
@@ -225,7 +225,7 @@ class RecordSource:
             if news or request != asked or now - sent_at >= RESEND_SECONDS:
                 self._say(socket, request)
                 asked, sent_at = request, now
-            elif not poller.poll(1000 * max(0.0, sent_at + RESEND_SECONDS - now)):
+            elif not poller.poll(1 + int(1000 * max(0.0, sent_at + RESEND_SECONDS - now))):
                 self._drop_replaced()
             while socket.poll(0):
                 self._receive(socket.recv(), request)
@@ -317,7 +317,7 @@ class RecordSource:
     def _reader(self, take: wire.Take) -> RingReader:
         reader = self._readers.get(take.worker)
         if reader is not None and reader.ring_id != take.ring:
-            self._drop_reader(take.worker)
+            self._replaced.append(self._readers.pop(take.worker))
             reader = None
         if reader is None:
             reader = RingReader.open(self._ring_dir / f"{take.worker}.ring")
@@ -364,20 +364,22 @@ class RecordSource:
         if in_a_row >= self._skip_limit:
             self._fail(
                 BadWorker(
-                    f"{in_a_row} records in a row from worker {take.worker} were refused (trainer.skip_limit); the last: "
-                    f"batch {BatchId.unpack(take.batch)}: {reason}"
+                    f"{in_a_row} records in a row from worker {take.worker} were refused (trainer.skip_limit); "
+                    f"the last, batch {BatchId.unpack(take.batch)}: {reason}"
                 )
             )
 
     def _drop_replaced(self) -> None:
-        """Unmap rings that were removed or replaced and of which nothing is held."""
-        with self._lock:
-            if self._held:
-                return
+        """Give up rings that were removed or replaced, and unmap them once nothing is held."""
         for name in [name for name, reader in self._readers.items() if reader.replaced()]:
-            self._drop_reader(name)
+            self._replaced.append(self._readers.pop(name))
+        with self._lock:
+            idle = not self._held
+        if idle:
+            self._unmap_replaced()
 
-    def _drop_reader(self, name: str) -> None:
-        reader = self._readers.pop(name)
-        self._on_unmap(reader.mapping()[0])
-        reader.close()
+    def _unmap_replaced(self) -> None:
+        for reader in self._replaced:
+            self._on_unmap(reader.mapping()[0])
+            reader.close()
+        self._replaced.clear()
