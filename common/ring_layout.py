@@ -70,7 +70,7 @@ class SlotState(Enum):
 class SlotView(NamedTuple):
     """One slot as it was at one moment. `batch`, `length`, `checksum` and `committed_at_ns` hold for READY slots."""
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] (of tuple.index, which nobody calls)
     seq: int
     commit: int
     taken: int  # incarnation of the trainer that holds the record, else 0

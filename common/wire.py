@@ -107,6 +107,7 @@ class RankWant:
     kind: int
     number: int
     index: int  # the rank's own count of requests in this phase, refused ones included
+    refused: tuple[int, ...] = ()  # earlier indices whose records were refused: all others of them were accepted
 
 
 @dataclass(frozen=True)
