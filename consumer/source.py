@@ -33,6 +33,7 @@ from ..common.ring import RingInvalid, RingReader
 from .check import RecordCheck, RecordRefused
 
 RESEND_SECONDS = 1.0
+_WAIT_SECONDS = 0.2
 _RETRIES = 4  # reads of a record found by scanning, before it is called bad
 _RETRY_SECONDS = 0.02
 _HELD = 2  # records a rank holds at most: the one in training and the next
@@ -124,7 +125,8 @@ class RecordSource:
         self._thread.start()
 
     def next(self, phase: Phase, waiting: Callable[[], None] = lambda: None) -> Record | None:
-        """This rank's next record of `phase`, or None when it gets no more of them. Calls `waiting` each second.
+        """This rank's next record of `phase`, or None when it gets no more of them. Calls `waiting` several times a
+        second; what it raises ends the wait.
 
         Raises:
             BadWorker, FeedStopped: the run must stop.
@@ -138,7 +140,7 @@ class RecordSource:
                     return progress.ready.popleft()
                 if progress.exhausted:
                     return None
-                if not self._lock.wait(RESEND_SECONDS):
+                if not self._lock.wait(_WAIT_SECONDS):
                     waiting()
 
     def release(self, record: Record) -> None:
