@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -437,7 +435,7 @@ class Drafter(nn.Module):
         Same numbers as the training forward of that anchor.
         """
         start = cache.length
-        if features.shape[1]:
+        if features.shape[1] or not cache.length:
             new = torch.arange(start, start + features.shape[1], device=features.device)
             cache.append(self.project_context(features[0], new))
         positions = torch.arange(cache.length, cache.length + block_embeds.shape[1], device=block_embeds.device)
@@ -519,8 +517,8 @@ def copy_from_target(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
     """Starts a drafter from its target: the last n decoder layers, the final norm, and features of the last tap alone.
 
     tensors: by `target_tensor_names`, in any float dtype. fc starts as the identity on the last recorded layer.
-    hidden_norm starts as the mean of the copied layers' input norms: in the target k_proj and v_proj read states after that
-    norm, which the drafter's context skips. ConfigError names a tensor that is missing or of another shape.
+    hidden_norm starts as the mean of the copied layers' input norms: in the target k_proj and v_proj read states after
+    that norm, which the drafter's context skips. ConfigError names a tensor that is missing or of another shape.
     """
     config = drafter.config
     if config.num_hidden_layers > config.num_target_layers:
@@ -538,7 +536,9 @@ def copy_from_target(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
     _copy(drafter.norm.weight, tensors, "norm.weight")
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
-    input_norms = [parameters[f"layers.{i}.input_layernorm.weight"] for i in range(config.num_hidden_layers)]
+    input_norms: list[Tensor] = [
+        parameters[f"layers.{i}.input_layernorm.weight"] for i in range(config.num_hidden_layers)
+    ]
     drafter.hidden_norm.weight.copy_(torch.stack(input_norms).mean(0))
 
 
@@ -548,29 +548,3 @@ def _copy(parameter: Tensor, tensors: Mapping[str, Tensor], name: str) -> None:
         found = "is missing" if source is None else f"has shape {list(source.shape)}, not {list(parameter.shape)}"
         raise ConfigError(f'drafter.init_from = "target": the target\'s {name} {found}; use init_from = "random"')
     parameter.copy_(source)
-
-
-def load_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Drafter:
-    """A drafter from a folder with config.json and model.safetensors (z-lab's format; our checkpoints have both).
-
-    Strict: ConfigError lists missing and unexpected tensors, and those of another shape.
-    """
-    config = DrafterConfig.load(folder)
-    path = folder / "model.safetensors"
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: unreadable drafter weights ({error})") from error
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in Drafter(config).state_dict().items()}
-    wrong = sorted(
-        [f"{name} missing" for name in expected.keys() - tensors.keys()]
-        + [f"{name} unexpected" for name in tensors.keys() - expected.keys()]
-        + [f"{name} has shape {list(tensors[name].shape)}" for name in expected.keys() & tensors.keys()
-           if tensors[name].shape != expected[name]]
-    )  # fmt: skip
-    if wrong:
-        raise ConfigError(f"{path} does not fit its config.json: {'; '.join(wrong[:5])}")
-    drafter = Drafter(config)
-    drafter.load_state_dict(tensors)
-    return drafter.to(device=device, dtype=dtype)
