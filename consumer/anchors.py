@@ -1,4 +1,4 @@
-"""Where blocks start: anchors drawn afresh each epoch from (seed, epoch, row id), and the chains that decoding would take.
+"""Where blocks start: anchors drawn afresh each epoch from (seed, epoch, row id), and where decoding would start.
 
 An anchor is a position t whose tokens t and t+1 are both supervised: the block's first label is then supervised.
 Pure numpy; nothing here knows of models or devices, and no global random state is read.

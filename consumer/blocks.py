@@ -8,8 +8,9 @@ exists. All blocks of all rows lie one after another: S slots in N blocks over T
     sees its own block                  both ways; no other block
     counts with m_k·exp(-(k-1)/γ)       m_k = 1 while every label up to k is supervised and inside the document; m_0 = 0
 
-`pack_blocks` is plain numpy on the host. Two implementations of the mask follow: `DenseAttention` (SDPA with an explicit
-mask, document by document: the reference, used on CPU) and `FlexAttention` (flex_attention with a tile mask: CUDA).
+`pack_blocks` is plain numpy on the host. Two implementations of the mask follow: `DenseAttention` (SDPA with an
+explicit mask, document by document: the reference, used on CPU) and `FlexAttention` (flex_attention with a tile mask:
+CUDA).
 """
 
 from collections.abc import Sequence
@@ -148,7 +149,8 @@ def dense_mask(blocks: Blocks, span: Span, window: int | None) -> NDArray[np.boo
     own = block == block.T
     if window is not None:
         sees &= context > blocks.see_to[rows, None] + slot - window
-        own &= (slot.T <= slot) & (slot.T > slot - window)
+        behind = slot - slot.T
+        own &= (behind >= 0) & (behind < window)
     return np.concatenate([sees, own], axis=1)
 
 
