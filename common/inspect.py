@@ -1,7 +1,7 @@
 """`paceline rings`: what is in a run's rings, without a trace.
 
-Headers and tables are read with pread and the owners' locks asked for with F_OFD_GETLK: nothing is mapped, written or
-allocated. Imports neither numpy nor torch, and rich only to draw, so that the command answers in a fraction of a second.
+Headers and tables are read with pread, owners' locks are asked for with F_OFD_GETLK: nothing is mapped, written or
+allocated. It imports neither numpy nor torch, and rich only to draw, so that the command starts at once.
 """
 
 import os
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 # One character a slot, in the order in which they are drawn.
 GLYPHS = {"ready": "█", "taken": "▓", "writing": "▒", "free": "·"}
+ASCII_GLYPHS = {"ready": "#", "taken": "=", "writing": "~", "free": "."}
 COLOURS = {"ready": "green", "taken": "cyan", "writing": "yellow", "free": "bright_black"}
-WIDE, MEDIUM = 100, 64  # columns from which all, or most, of the table's columns fit
+FULL, WIDE, MEDIUM, NARROW = 128, 96, 64, 40  # widths from which ever more of the table's columns fit
+WIDEST_BAR = 24
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,12 @@ def rates(before: Sequence[RingInfo], now: Sequence[RingInfo]) -> dict[str, Rate
 
 
 def table(
-    run: str, rings: Sequence[RingInfo], by_worker: dict[str, Rates] | None = None, width: int = WIDE
+    run: str,
+    rings: Sequence[RingInfo],
+    by_worker: dict[str, Rates] | None = None,
+    *,
+    width: int = FULL,
+    ascii_only: bool = False,
 ) -> "RenderableType":
     """The rings of a run as a table, with rates if given; columns are left out where `width` is narrow."""
     from rich.console import Group
@@ -141,38 +148,43 @@ def table(
 
     if not rings:
         return Text(f"{run}: no rings")
+    glyphs, overflow = (ASCII_GLYPHS, "crop") if ascii_only else (GLYPHS, "ellipsis")
     grid = Table(box=None, pad_edge=False, padding=(0, 2 if width >= MEDIUM else 1, 0, 0))
     columns = _columns(width, by_worker is not None)
-    for column in columns:
-        grid.add_column(column, justify="left" if column in ("worker", "owner", "slots") else "right", no_wrap=True)
+    for name in columns:
+        justify = "left" if name in ("worker", "owner", "slots") else "right"
+        grid.add_column(name, justify=justify, no_wrap=True, overflow=overflow)
     for ring in (ring for ring in rings if ring.problem is None):
         cells = _cells(ring, (by_worker or {}).get(ring.worker), width)
-        grid.add_row(*(cells[column] for column in columns))
+        cells["slots"] = slot_bar(ring.states, min(WIDEST_BAR, max(4, width // 4)), glyphs)
+        grid.add_row(*(cells[name] for name in columns))
     problems = [Text(ring.problem, style="red") for ring in rings if ring.problem is not None]
-    return Group(Text(_heading(run, rings), style="bold"), grid, *problems, _legend(width))
+    heading = Text(_heading(run, rings), style="bold", no_wrap=True, overflow=overflow)
+    return Group(heading, grid, *problems, _legend(width, glyphs))
 
 
 def _columns(width: int, with_rates: bool) -> list[str]:
     rate_columns = ["in/s", "out/s"] if with_rates else []
-    if width >= WIDE:
+    if width >= FULL:
         counts = ["free", "writing", "ready", "taken", "slot"]
         return ["worker", "owner", "slots", *counts, *rate_columns, "produced", "consumed", "oldest"]
+    if width >= WIDE:
+        return ["worker", "owner", "slots", "free", "writing", "ready", "taken", *rate_columns, "oldest"]
     if width >= MEDIUM:
         return ["worker", "owner", "slots", *(rate_columns or ["produced", "consumed"]), "oldest"]
-    return ["worker", "slots", *rate_columns, "oldest"] if width >= 40 else ["worker", "slots"]
+    return ["worker", "slots", *rate_columns, "oldest"] if width >= NARROW else ["worker", "slots"]
 
 
 def _cells(ring: RingInfo, rate: Rates | None, width: int) -> "dict[str, str | Text]":
     from rich.text import Text
 
     if ring.alive:
-        owner = Text(f"pid {ring.pid}" + (f" {ring.device}" if width >= WIDE else ""))
+        owner = Text(f"pid {ring.pid}" + (f" {ring.device}" if width >= FULL else ""))
     else:
         owner = Text("retired" if ring.retired else "dead", style="red")
     return {
         "worker": Text(ring.worker, style="" if ring.alive else "red"),
         "owner": owner,
-        "slots": slot_bar(ring.states, max(4, width // 4)),
         **{state: str(ring.count(state)) for state in GLYPHS},
         "slot": _size(ring.slot_bytes),
         "in/s": "-" if rate is None else f"{rate.produced:.2f}",
@@ -183,7 +195,7 @@ def _cells(ring: RingInfo, rate: Rates | None, width: int) -> "dict[str, str | T
     }
 
 
-def slot_bar(states: Sequence[str], width: int) -> "Text":
+def slot_bar(states: Sequence[str], width: int, glyphs: dict[str, str] = GLYPHS) -> "Text":
     """One cell a slot, sorted by state; scaled down to `width` cells, a state that occurs keeping one, if need be."""
     from rich.text import Text
 
@@ -193,7 +205,7 @@ def slot_bar(states: Sequence[str], width: int) -> "Text":
         widest = max(scaled, key=lambda state: scaled[state])
         scaled[widest] += width - sum(scaled.values())
         counts = scaled
-    return Text.assemble(*((GLYPHS[state] * count, COLOURS[state]) for state, count in counts.items()))
+    return Text.assemble(*((glyphs[state] * count, COLOURS[state]) for state, count in counts.items()))
 
 
 def _heading(run: str, rings: Sequence[RingInfo]) -> str:
@@ -203,13 +215,13 @@ def _heading(run: str, rings: Sequence[RingInfo]) -> str:
     return f"{run}: {len(whole)} rings, {_size(size)}, {alive} owners alive"
 
 
-def _legend(width: int) -> "Text":
+def _legend(width: int, glyphs: dict[str, str]) -> "Text":
     from rich.text import Text
 
     legend = Text()
-    for state, glyph in GLYPHS.items():
+    for state, glyph in glyphs.items():
         legend.append(glyph, style=COLOURS[state])
-        legend.append(f" {state}  " if width >= 40 else f"{state[0]} ")
+        legend.append(f" {state}  " if width >= NARROW else f"{state[0]} ")
     return legend
 
 
@@ -238,9 +250,18 @@ def readings(folder: str | Path, interval: float = 1.0) -> Iterator[tuple[list[R
 
 
 def watch(run: str, folder: str | Path, console: "Console", interval: float = 1.0) -> None:
-    """Redraws the table every `interval` seconds until interrupted; follows changes of the terminal's width."""
+    """Redraws the table every `interval` seconds until KeyboardInterrupt; follows changes of the terminal's width.
+
+    Where the output is no terminal, one table is printed after another.
+    """
     from rich.live import Live
 
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    def drawn(rings: list[RingInfo], by_worker: dict[str, Rates]) -> "RenderableType":
+        return table(run, rings, by_worker, width=console.width, ascii_only=console.options.ascii_only)
+
+    if not console.is_terminal:
         for rings, by_worker in readings(folder, interval):
-            live.update(table(run, rings, by_worker, console.width), refresh=True)
+            console.print(drawn(rings, by_worker))
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        for rings, by_worker in readings(folder, interval):
+            live.update(drawn(rings, by_worker), refresh=True)

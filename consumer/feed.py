@@ -76,7 +76,8 @@ class Outcome(Enum):
     REFUSED = "refused"  # its batch is needed again
 
 
-class Grant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Grant:
     """The answer to a rank's request number `index` of a phase. `refusals`: how often the batch was refused before."""
 
     rank: int
@@ -105,7 +106,8 @@ class WorkerHint(NamedTuple):
     tokens_per_s: float
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Request:
     """A rank waits for the answer to its request number `index` of a phase."""
 
     rank: int

@@ -4,12 +4,12 @@ None of it is needed by the next trainer: it starts empty, and what is not in th
 again. Transitions happen on messages and on the actions of `decide`, without sockets or rings, so that tests can drive
 them through any schedule.
 
-A grant's life: GIVEN when decided; REFUSED, LISTED or ACCEPTED when its rank says so or asks for more. Grants of a phase
-end with the phase; their places stay untouchable (`lagging`) until the rank has released them.
+A grant's life: GIVEN when decided; REFUSED, LISTED or ACCEPTED when its rank says so or asks for more. Grants end with
+their phase; their places stay untouchable (`lagging`) until the rank has released them.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..common.batch import BatchId, Kind
 from ..common.errors import PacelineError
@@ -64,8 +64,8 @@ class Counters:
 class FeedState:
     """The feed's memory for one trainer.
 
-    ledger: as of the checkpoint that was resumed; copied, and kept up to date. phase: what the ranks start with, None if
-    nothing is left to do. ranks: M. trainer: this trainer's incarnation, which is also the feed's id.
+    ledger: as of the checkpoint that was resumed; copied, and kept up to date. phase: what the ranks start with, None
+    if nothing is left to do. ranks: M. trainer: this trainer's incarnation, which is also the feed's id.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class FeedState:
                     if heard == phase and grant.index in message.refused:
                         self._refuse(heard, at)
                     else:
-                        self._grants[heard][at] = grant._replace(outcome=Outcome.ACCEPTED)
+                        self._grants[heard][at] = replace(grant, outcome=Outcome.ACCEPTED)
 
     def refused(self, message: Refused) -> bool:
         """Note that a rank refused a record; False if this is known or not about a record it was given."""
@@ -182,7 +182,7 @@ class FeedState:
         """Back to need, or listed by its rank if the batch was refused before."""
         grant = self._grants[phase][at]
         outcome = Outcome.LISTED if grant.refusals else Outcome.REFUSED
-        self._grants[phase][at] = grant._replace(outcome=outcome)
+        self._grants[phase][at] = replace(grant, outcome=outcome)
         self._refusals[grant.batch] = grant.place.worker
         self.counters.refused += 1
         self.counters.listed += outcome is Outcome.LISTED

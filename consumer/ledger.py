@@ -117,7 +117,7 @@ class Ledger:
         return f"<Ledger: {self.trained_count()} trained, {len(self._listed)} listed>"
 
     def to_json(self) -> dict[str, Any]:
-        """`{"trained": {epoch: [[first, past last], ...]}, "listed": [[epoch, index, reason], ...]}`, epochs as text."""
+        """`{"trained": {"0": [[first, past last], ...]}, "listed": [[epoch, index, reason], ...]}`, by epoch."""
         trained = {str(epoch): [list(pair) for pair in self._trained[epoch].pairs()] for epoch in sorted(self._trained)}
         return {"trained": trained, "listed": [[b.number, b.index, reason] for b, reason in self._listed.items()]}
 
