@@ -6,10 +6,15 @@ loop (training.py). Imports no torch by itself.
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..common import paths
 from ..common.errors import PacelineError
@@ -35,25 +40,70 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(1)
 
 
-MakeLearner = Callable[[RankJob, RunFile], Learner]
+class DFlash:
+    """A `DFlashLearner` as the loop calls it: with the step's learning rate, metrics by name, and rings page-locked."""
+
+    def __init__(self, job: RankJob, run: RunFile, rows: Rows):
+        import torch  # the first import of it in this process
+
+        from ..common.target_info import target_info
+        from . import learner, losses, optim, transfer
+
+        if run.trainer.threads:
+            torch.set_num_threads(run.trainer.threads)
+        self._device, self._settings = torch.device(job.device), run.optimizer
+        self._torch, self._lr_at, self._summary, self._transfer = torch, optim.lr_at, losses.Summary.of, transfer
+        info = target_info(run.target.path, run.target.trust_remote_code)
+        self._learner = learner.build_learner(run, info, job.layer_ids, device=self._device, used_token=rows.used_token)
+        self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
+        self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard
+        self.snapshot, self.restore = self._learner.snapshot, self._learner.restore
+
+    def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
+        lr = self._lr_at(step, total_steps, self._settings)
+        result = self._learner.step(total, lr)
+        return result.finite, {"lr": lr, "grad_norm": result.grad_norm, **self._metrics(total)}
+
+    def eval_metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
+        return self._metrics(total)
+
+    def _metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
+        summary = self._summary(total)
+        values = {
+            "loss": summary.loss,
+            "acc": summary.accuracy,
+            "acc_slot": list(summary.accuracy_per_slot),
+            "tau": summary.tau,
+            "anchors": summary.blocks,
+        }
+        return values if summary.tau_chain is None else values | {"tau_chain": summary.tau_chain}
+
+    def drafter_config(self) -> dict[str, Any]:
+        return self._learner.config.to_dict()
+
+    def peak_memory(self) -> int:
+        if self._device.type == "cuda":
+            return self._torch.cuda.max_memory_allocated(self._device)
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def map_ring(self, address: int, size: int) -> None:
+        if self._device.type == "cuda":
+            self._transfer.register_host(address, size)
+
+    def unmap_ring(self, address: int, size: int) -> None:
+        if self._device.type == "cuda":
+            self._transfer.unregister_host(address, size)
+
+
+MakeLearner = Callable[[RankJob, RunFile, Rows], Learner]
 MakeGroup = Callable[[RankJob], Group]
-
-
-def dflash_learner(job: RankJob, run: RunFile) -> Learner:
-    """The DFlash drafter on this rank's device; the first to import torch."""
-    from ..common.target_info import target_info
-    from .learner import DFlashLearner
-
-    return DFlashLearner(
-        run, target_info(run.target.path), job.layer_ids, device=job.device, rank=job.rank, world=job.world
-    )
 
 
 def join_group(job: RankJob) -> Group:
     return LocalGroup() if job.world == 1 else TorchGroup(job.rank, job.world, Path(job.store), job.device)
 
 
-def main(make_learner: MakeLearner = dflash_learner, make_group: MakeGroup = join_group) -> int:
+def main(make_learner: MakeLearner = DFlash, make_group: MakeGroup = join_group) -> int:
     """The rank process. Returns its exit code."""
     flag = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's: it tells its ranks
@@ -84,10 +134,10 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
         plan = plan_from(run, rows)
         boundary = Boundary(FIRST_PHASE)
         group = make_group(job)
-        learner = make_learner(job, run)
+        learner = make_learner(job, run, rows)
         if job.checkpoint is not None:
             boundary = Boundary.of(load_state(Path(job.checkpoint)))
-            learner.load(Path(job.checkpoint))
+            learner.restore(Path(job.checkpoint))
     source = RecordSource(
         rank=job.rank,
         trainer=job.trainer,
@@ -97,8 +147,8 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
         phase=boundary.phase,
         next_phase=plan.next_phase,
         skip_limit=run.trainer.skip_limit,
-        on_map=getattr(learner, "map_ring", lambda address, size: None),
-        on_unmap=getattr(learner, "unmap_ring", lambda address: None),
+        on_map=learner.map_ring,
+        on_unmap=learner.unmap_ring,
     )
     source.start()
     try:

@@ -81,7 +81,7 @@ class RecordSource:
     """Records for one rank of one trainer, phase by phase.
 
     address: where the feed listens for ranks. ring_dir: the run's rings. next_phase: what follows a phase.
-    on_map: called with (address, bytes) of a ring when it is mapped, on_unmap with the address before it is unmapped.
+    on_map, on_unmap: called with (address, bytes) when a ring has been mapped and before it is unmapped.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RecordSource:
         next_phase: Callable[[Kind, int], Phase | None],
         skip_limit: int,
         on_map: Callable[[int, int], None] = lambda address, size: None,
-        on_unmap: Callable[[int], None] = lambda address: None,
+        on_unmap: Callable[[int, int], None] = lambda address, size: None,
     ):
         self._rank, self._trainer = rank, trainer
         self._address, self._ring_dir = address, ring_dir
@@ -244,8 +244,9 @@ class RecordSource:
         with self._lock:
             if self._phase is None or self._held >= _HELD or self._failure is not None:
                 return None
-        kind, number = self._phase
-        return wire.RankWant(self._rank, self._trainer, int(kind), number, self._index)
+            kind, number = self._phase
+            refused = tuple(one.index for one in self._refused if (one.kind, one.number) == (kind, number))
+        return wire.RankWant(self._rank, self._trainer, int(kind), number, self._index, refused)
 
     def _say(self, socket: "zmq.Socket[bytes]", request: wire.RankWant | None) -> None:
         with self._lock:
@@ -382,6 +383,6 @@ class RecordSource:
 
     def _unmap_replaced(self) -> None:
         for reader in self._replaced:
-            self._on_unmap(reader.mapping()[0])
+            self._on_unmap(*reader.mapping())
             reader.close()
         self._replaced.clear()

@@ -11,14 +11,13 @@ weights and ledger are those of the last step boundary, and that is what is save
 """
 
 import math
-import resource
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..common import paths, wire
 from ..common.batch import BatchId, Kind
@@ -37,56 +36,61 @@ from .stop import StopFlag, StopRequested
 FIRST_PHASE: Phase = (Kind.TRAIN, 0)
 
 
-class StepResult(Protocol):
-    """`finite`: the step was taken; else nothing changed. `metrics`: of the step, the same on all ranks."""
-
-    @property
-    def finite(self) -> bool: ...
-
-    @property
-    def metrics(self) -> dict[str, Any]: ...
-
-
 class Learner(Protocol):
-    """What a rank trains. The same calls in the same order come on all ranks, but for the records."""
+    """What a rank trains (learner.py). All ranks make the same calls in the same order, but for their records."""
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
-        """Accumulate the record's unnormalised gradients and sums. On return nothing reads `states` any more."""
+        """Add the record's unnormalised gradients and sums. On return nothing reads `states` any more."""
         ...
 
-    def sums(self) -> np.ndarray:
-        """float64: this rank's sums over the records since the last step; adding them over ranks gives the step's."""
+    def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
+        """Add the record's sums. On return nothing reads `states` any more."""
+        ...
+
+    def sums(self) -> NDArray[np.float64]:
+        """This rank's sums since the last step or `discard`; added over ranks, they are the phase's."""
         ...
 
     def reduce(self, group: Group) -> None:
-        """Sum the accumulated gradients over the ranks."""
+        """Add the gradients up over the ranks."""
         ...
 
-    def step(self, total: np.ndarray, step: int, total_steps: int) -> StepResult:
-        """Step `step` (from 0) on the summed gradients and `total` sums; leaves the accumulators empty."""
+    def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
+        """Step `step` (from 0) with the summed gradients and sums, which it clears. Whether all was finite (if not,
+        nothing else has changed), and the step's metrics: numbers or lists of them, the same on all ranks."""
+        ...
+
+    def eval_metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
+        """Metrics of an evaluation from its summed sums."""
         ...
 
     def discard(self) -> None:
-        """Empty the accumulators."""
+        """Clear gradients and sums."""
         ...
 
-    def eval_record(self, meta: RecordMeta, states: memoryview) -> None: ...
-
-    def eval_sums(self) -> np.ndarray:
-        """float64: this rank's sums over the evaluation's records; leaves them empty."""
+    def drafter_config(self) -> dict[str, Any]:
+        """For state.json."""
         ...
 
-    def eval_metrics(self, total: np.ndarray) -> dict[str, Any]: ...
-
-    def config(self) -> dict[str, Any]:
-        """The drafter's configuration, for state.json."""
+    def peak_memory(self) -> int:
+        """Most bytes used so far: of the GPU, or resident."""
         ...
 
     def snapshot(self) -> Write:
         """What writes the present weights and optimiser, whatever training does meanwhile."""
         ...
 
-    def load(self, folder: Path) -> None: ...
+    def restore(self, folder: Path) -> None:
+        """Take weights and optimiser from a checkpoint."""
+        ...
+
+    def map_ring(self, address: int, size: int) -> None:
+        """A ring has been mapped: its records will be read there."""
+        ...
+
+    def unmap_ring(self, address: int, size: int) -> None:
+        """A ring is about to be unmapped."""
+        ...
 
 
 @dataclass
@@ -220,7 +224,7 @@ class Training:
             mine.stop = str(error)
         mine.listed = [[batch.pack(), reason] for batch, reason in self._source.listed(phase)]
         mine.finite = bool(np.isfinite(self._learner.sums()).all())
-        mine.memory = _memory(self._learner)
+        mine.memory = self._learner.peak_memory()
         hours = self._run.trainer.max_hours
         mine.last = hours is not None and self._before + time.monotonic() - self._began >= 3600 * hours
         return mine
@@ -271,8 +275,7 @@ class Training:
             total = self._learner.sums()
             self._group.all_reduce(total)
             self._learner.reduce(self._group)
-            result = self._learner.step(total, step, self._plan.total_steps)
-            finite, values = result.finite, dict(result.metrics)
+            finite, values = self._learner.step(total, step, self._plan.total_steps)
         else:
             self._learner.discard()
         if not finite:
@@ -289,8 +292,9 @@ class Training:
         return values | {"skipped": float(not finite)}
 
     def _evaluation(self, number: int) -> dict[str, Any]:
-        total = self._learner.eval_sums()
+        total = self._learner.sums()
         self._group.all_reduce(total)
+        self._learner.discard()
         self._at.evaluated = number
         return self._learner.eval_metrics(total)
 
@@ -390,7 +394,7 @@ class Training:
             ledger=at.ledger.to_json(),
             rng={"seed": run.trainer.seed},
             fingerprint=self._job.fingerprint,
-            drafter=self._learner.config(),
+            drafter=self._learner.drafter_config(),
             run=run.model_dump(mode="json"),
             versions=versions(),
             metrics=dict(at.metrics),
@@ -399,9 +403,3 @@ class Training:
 
 def _collected(found: dict[str, Any]) -> Collected:
     return Collected(**found)
-
-
-def _memory(learner: Learner) -> int:
-    """Most bytes this rank has used: of its GPU if the learner says so, else resident."""
-    measure: Callable[[], int] | None = getattr(learner, "peak_memory", None)
-    return measure() if measure is not None else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

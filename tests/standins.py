@@ -98,12 +98,6 @@ def commit(
 
 
 @dataclass
-class StepResult:
-    finite: bool
-    metrics: dict[str, float]
-
-
-@dataclass
 class SumLearner:
     """Learns one number: w += rate · (mean stamped state − w), with the mean over a step's tokens on all ranks."""
 
@@ -112,7 +106,6 @@ class SumLearner:
     weight: float = 0.0
     steps: int = 0
     _sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    _eval: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
     def _read(self, meta: RecordMeta, states: memoryview) -> np.ndarray:
         time.sleep(self.seconds)
@@ -132,31 +125,36 @@ class SumLearner:
     def reduce(self, group: Any) -> None:
         return
 
-    def step(self, total: np.ndarray, step: int, total_steps: int) -> StepResult:
+    def step(self, total: np.ndarray, step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
         mean = total[0] / total[1]
         self.discard()
         if not np.isfinite(mean):
-            return StepResult(False, {})
+            return False, {}
         rate = 0.1 * (1 - step / total_steps)
         self.weight += rate * (mean - self.weight)
         self.steps += 1
-        return StepResult(True, {"loss": abs(mean - self.weight), "acc": 0.5, "lr": rate, "grad_norm": 1.0})
+        return True, {"loss": abs(mean - self.weight), "acc": 0.5, "tau": 2.0, "lr": rate, "acc_slot": [0.5, 0.25]}
 
     def discard(self) -> None:
         self._sums = np.zeros(2)
 
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
-        self._eval += self._read(meta, states)
+        self._sums += self._read(meta, states)
 
-    def eval_sums(self) -> np.ndarray:
-        sums, self._eval = self._eval, np.zeros(2)
-        return sums
-
-    def eval_metrics(self, total: np.ndarray) -> dict[str, float]:
+    def eval_metrics(self, total: np.ndarray) -> dict[str, Any]:
         return {"tau": 1.0, "tau_chain": 1.0 + self.steps / 100, "eval_tokens": float(total[1])}
 
-    def config(self) -> dict[str, Any]:
+    def drafter_config(self) -> dict[str, Any]:
         return {"kind": "sum"}
+
+    def peak_memory(self) -> int:
+        return 1 << 20
+
+    def map_ring(self, address: int, size: int) -> None:
+        return
+
+    def unmap_ring(self, address: int, size: int) -> None:
+        return
 
     def snapshot(self) -> ck.Write:
         model, optimizer = {"weight": np.array([self.weight])}, {"steps": np.array([self.steps])}
@@ -167,7 +165,7 @@ class SumLearner:
 
         return write
 
-    def load(self, folder: Path) -> None:
+    def restore(self, folder: Path) -> None:
         self.weight = float(load_file(folder / ck.MODEL)["weight"][0])
         self.steps = int(load_file(folder / ck.OPTIMIZER)["steps"][0])
 
