@@ -222,8 +222,8 @@ class Ring:
         try:
             _make_folder(path.parent)
             mapping = _adopt_or_make(path, wanted, incarnation, time.monotonic() + patience)
-        except PermissionError as error:
-            raise ConfigError(f"{error.filename or path}: permission denied; another user's ring?") from error
+        except OSError as error:
+            raise ConfigError(f"stream.ring_dir: {error.filename or path}: {error.strerror}") from error
         mapping.write_device(device)
         return cls(mapping, incarnation)
 
@@ -328,10 +328,11 @@ class RingReader:
     def scan(self) -> RingScan:
         """Every slot and whether the owner lives. Raises RingInvalid if the ring has been damaged.
 
-        The owner is proven dead before the slots are read, so that what a dead owner committed is seen.
+        Incarnation, lock and slots are read in that order: `alive` false proves that this incarnation is dead, and all
+        that it committed is then in `slots`. (`alive` true may be a successor that has yet to write its own.)
         """
         mapping = self._mapping
-        alive, live = self.probe(), mapping.live()
+        live, alive = mapping.live(), self.probe()
         slots, produced = mapping.slots()
         return RingScan(
             worker=self.worker,
@@ -490,12 +491,9 @@ def _busy(fd: int, path: Path) -> RingBusy:
 
 def _make_folder(folder: Path) -> None:
     """Makes the run's folder and its parents, 0700; modes of those that exist stay."""
-    try:
-        for parent in (*reversed(folder.parents), folder):
-            if not parent.exists():
-                parent.mkdir(mode=0o700, exist_ok=True)
-    except (FileNotFoundError, NotADirectoryError, FileExistsError) as error:
-        raise ConfigError(f"stream.ring_dir: {folder} cannot be made: {error.strerror}") from error
+    for parent in (*reversed(folder.parents), folder):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
 
 
 def _adopt_or_make(path: Path, wanted: RingHeader, incarnation: int, deadline: float) -> _Mapping:
