@@ -68,6 +68,11 @@ class DataSettings(Section):
     supervise: Literal["all", "last"] = Field(
         "all", description="Which assistant turns are supervised: every one, or the last only"
     )
+    thinking: bool | None = Field(
+        None,
+        description="Passed to the chat template as enable_thinking: the mode that will be served. Default: the "
+        "template's own",
+    )
     held_out: NonNegativeInt = Field(64, description="Rows set aside for evaluation, drawn by seed, never trained on")
 
 
