@@ -1,9 +1,9 @@
 """Chained anchors: where greedy speculative decoding of the recorded answers would put its blocks.
 
 A chain starts at the first token of a run of supervised tokens (an assistant turn), as decoding does after its
-prefill. With n drafted tokens accepted at anchor a, the next anchor is a + n + 1: the accepted tokens and the target's bonus
-token. The chain ends when the run holds no further label. Drawn anchors weigh all positions alike; decoding meets
-hard positions more often, because it steps over the easy ones, so tau_chain is the lower and the honest figure.
+prefill. With n drafted tokens accepted at anchor a, the next anchor is a + n + 1: the accepted tokens and the target's
+bonus token. The chain ends when the run holds no further label. Drawn anchors weigh all positions alike; decoding
+meets hard positions more often, because it steps over the easy ones, so tau_chain is the lower and the honest figure.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ def run_chains(
 ) -> ChainSums:
     """Runs all chains of several rows side by side, one block of each a round.
 
-    masks: one supervision mask a row. accept(anchors): takes one ascending array of anchors a row, and returns the accepted
-    drafted tokens of each block in that order. Rounds end when every chain has.
+    masks: one supervision mask a row. accept(anchors): takes one ascending array of anchors a row, and returns the
+    accepted drafted tokens of each block in that order. Rounds end when every chain has.
     """
     starts = [chain_starts(mask) for mask in masks]
     row = np.repeat(np.arange(len(masks)), [len(s) for s in starts])

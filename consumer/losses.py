@@ -118,9 +118,9 @@ def block_sums(
 class Summary:
     """Averages of a step or an evaluation. A mean over nothing is 0, so a rank without an anchor breaks no average.
 
-    tau: 1 + mean over drawn blocks of Σ_k Π_{i≤k} [argmax q_i = label]; slots beyond the supervised text or the document count
-    as misses. tau_chain: the same mean over chained blocks (chains.py), which is what greedy decoding of the recorded
-    answers would accept. Both count the bonus token.
+    tau: 1 + mean over drawn blocks of Σ_k Π_{i≤k} [argmax q_i = label]; slots beyond the supervised text or the
+    document count as misses. tau_chain: the same mean over chained blocks (chains.py), which is what greedy decoding
+    of the recorded answers would accept. Both count the bonus token.
     """
 
     loss: float
