@@ -392,12 +392,12 @@ def _where(key: str, path: Path, lines: dict[str, int], given: Mapping[str, _Ove
 def suggest(key: str) -> str:
     """The known key most like `key`, as a phrase to append to a message; empty if none is near."""
     known = keys()
-    last = {name: name.rpartition(".")[2] for name in known}
-    near = difflib.get_close_matches(key, known, 1, 0.75)
-    near = near or [name for name, tail in last.items() if tail == key.rpartition(".")[2]]
+    tail = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == tail]  # the right key in the wrong table
+    near = difflib.get_close_matches(key, same, 1, 0.0) or difflib.get_close_matches(key, known, 1, 0.75)
     if not near:
-        tails = difflib.get_close_matches(key.rpartition(".")[2], last.values(), 1, 0.75)
-        near = [name for name, tail in last.items() if tail in tails]
+        tails = difflib.get_close_matches(tail, [name.rpartition(".")[2] for name in known], 1, 0.75)
+        near = [name for name in known if name.rpartition(".")[2] in tails]
     return f"; did you mean {near[0]}?" if near else ""
 
 

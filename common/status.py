@@ -62,14 +62,16 @@ def status_lines(status: dict[str, Any]) -> list[str]:
 
     step, total = status.get("step", 0), status.get("total_steps")
     progress = f"step {step:,}" + (f" of {total:,} ({step / total:.0%})" if total else "")
-    epochs = f" of {status['epochs']}" if "epochs" in status else ""
+    progress += f", epoch {known('epoch', '.2f')}" + (f" of {status['epochs']}" if "epochs" in status else "")
     state = status.get("state", "")
+    if status["alive"]:
+        progress += f", ETA {duration(status.get('eta_s'))}"
     if not status["alive"] and state != "finished":
         state = f"no trainer is up (last {state}, {duration(status['age_s'])} ago)"
     elif status["alive"] and status["age_s"] > STALE_SECONDS:
         state = f"{state}, silent for {duration(status['age_s'])}"
     lines = [
-        f"{status['run']}: {state}; {progress}, epoch {known('epoch', '.2f')}{epochs}, ETA {duration(status.get('eta_s'))}",
+        f"{status['run']}: {state}; {progress}",
         f"  loss {known('loss', '.3f')}  acc {known('acc', '.2f')}  tau {known('tau', '.2f')}"
         f"  tau_chain {known('tau_chain', '.2f')}  lr {known('lr', '.1e')}",
         f"  target {known('target_bps', '.2f')} batches/s, drafter {known('drafter_bps', '.2f')} batches/s"
