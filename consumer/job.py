@@ -1,4 +1,4 @@
-"""What passes between the trainer's main process and a rank: the job, on the rank's standard input, and reports, on a pipe.
+"""What passes between the trainer's main process and a rank: the job on its standard input, and reports on a pipe.
 
 Both ends are one program and one user's processes, parent and child; nothing here is read from anyone else.
 """
@@ -36,6 +36,7 @@ class RankJob:
     layer_ids: list[int]
     hidden_size: int
     checkpoint: str | None
+    phase: tuple[int, int] | None  # what comes first; None: nothing is left to do
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

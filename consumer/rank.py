@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..common import paths
+from ..common.batch import Kind
 from ..common.errors import PacelineError
 from ..common.locks import FileLock, held_by
 from ..common.plan import plan_from
@@ -28,7 +29,7 @@ from .group import Group, LocalGroup, TorchGroup
 from .job import RankJob, Reports
 from .source import RecordSource
 from .stop import StopFlag, StopRequested
-from .training import FIRST_PHASE, Boundary, Ending, Learner, Training
+from .training import Boundary, Ending, Learner, Training
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -118,7 +119,7 @@ def main(make_learner: MakeLearner = DFlash, make_group: MakeGroup = join_group)
         ending = Ending("stopped")
     except PacelineError as error:
         print(f"paceline: rank {job.rank}: {error}", file=sys.stderr, flush=True)
-        reports.end("failed", str(error))
+        reports.end("crashed", str(error))
         return error.exit_code
     reports.end(ending.kind, ending.why)
     return 1 if ending.kind == "failed" else 0
@@ -132,12 +133,13 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
     with flag.interruptible():
         rows = Rows.open(job.rows)
         plan = plan_from(run, rows)
-        boundary = Boundary(FIRST_PHASE)
+        boundary = Boundary(None)
         group = make_group(job)
         learner = make_learner(job, run, rows)
         if job.checkpoint is not None:
             boundary = Boundary.of(load_state(Path(job.checkpoint)))
             learner.restore(Path(job.checkpoint))
+        boundary.phase = None if job.phase is None else (Kind(job.phase[0]), job.phase[1])
     source = RecordSource(
         rank=job.rank,
         trainer=job.trainer,

@@ -266,7 +266,7 @@ class RecordSource:
         except wire.WireError:
             self._malformed += 1
             return
-        if isinstance(message, wire.StopRank) and message.trainer == self._trainer:
+        if isinstance(message, wire.StopRank) and message.trainer == self._trainer and message.reason != "finished":
             self._fail(FeedStopped(message.reason))
         if request is None or not isinstance(message, wire.Take | wire.Exhausted):
             return
