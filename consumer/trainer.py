@@ -5,7 +5,7 @@ watches them. It never imports torch.
 
     one trainer    consumer.lock, and a lock on the output folder; then waits for ranks that a dead trainer left
     resume         the newest complete checkpoint, its fingerprint compared with this run file's
-    a rank dies    or hangs: the others are told, get a moment to save, and are killed; exit 1 (systemd or `up` restarts)
+    a rank dies    or hangs: the others are told, get a moment to save, and are killed; exit 1 (then started again)
     SIGTERM        the ranks drop the unfinished step, rank 0 saves the last step boundary; exit 0 (SIGINT: 130)
     run finished   last checkpoint, the marker that workers find, a few seconds in which the feed tells them; exit 0
 
@@ -34,6 +34,7 @@ from ..common.plan import Plan, plan_from
 from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.telemetry import Metrics
+from .audit import check_ledger
 from .checkpoint import CheckpointState, damage, load_state, newest_complete, set_aside_newer, step_folder
 from .describe import RunFacts, describe_apart
 from .feed import Phase
@@ -150,12 +151,21 @@ def _prepare(run: RunFile, resume: str | None, describe: Describe) -> Start:
         run_id = f"{run.name}-{secrets.token_hex(4)}"
         return Start(facts, plan, run_id, None, None, FIRST_PHASE_OF_FEED, Ledger())
     _check_fingerprint(checkpoint, state, facts)
+    ledger = Ledger.from_json(state.ledger)
+    if problems := check_ledger(ledger, plan, state.step, strict=run.stream.order == "strict"):
+        raise ConfigError(
+            f"checkpoint {checkpoint} does not fit this run file's plan (were trainer.epochs, max_steps or max_tokens "
+            f"lowered?): {problems[0]}"
+        )
     if resume is not None:
         for moved in set_aside_newer(checkpoint.parent, state.step):
             print(f"a newer checkpoint is left aside: {moved}", flush=True)
-    phase = None if (found := _phase_after(state, plan)) is None else Phase(*found)
+    hours = run.trainer.max_hours
+    over = hours is not None and state.seconds >= 3600 * hours
+    following = None if over else _phase_after(state, plan)
     print(f"resuming run {state.run_id} at step {state.step} from {checkpoint}", flush=True)
-    return Start(facts, plan, state.run_id, checkpoint, state, phase, Ledger.from_json(state.ledger))
+    phase = None if following is None else Phase(*following)
+    return Start(facts, plan, state.run_id, checkpoint, state, phase, ledger)
 
 
 FIRST_PHASE_OF_FEED = Phase(*FIRST_PHASE)
@@ -186,16 +196,7 @@ def _check_fingerprint(checkpoint: Path, state: CheckpointState, facts: RunFacts
 
 
 def _phase_after(state: CheckpointState, plan: Plan) -> tuple[Kind, int] | None:
-    """What comes next by this run file, whose limits may have been raised or lowered since the checkpoint.
-
-    Raises:
-        ConfigError: more has been trained than the plan holds.
-    """
-    if state.step > plan.total_steps:
-        raise ConfigError(
-            f"the checkpoint has {state.step} steps, and trainer.epochs, max_steps and max_tokens allow "
-            f"{plan.total_steps}: raise them, or resume an earlier checkpoint"
-        )
+    """What comes next by this run file, whose limits may have been raised since the checkpoint."""
     if state.step == 0:
         return FIRST_PHASE
     if state.evaluated == state.step or not plan.eval_due(state.step):
@@ -219,6 +220,7 @@ class Trainer:
         self._incarnation = secrets.randbits(62) + 1
         self._ranks = RankSet()
         self._kill_at: float | None = None  # when ranks that should stop are killed
+        self._killed = False
         self._failure: PacelineError | None = None
         self._ending: tuple[str, str] | None = None  # what the ranks agreed on
         self._ticked = 0.0
@@ -336,16 +338,20 @@ class Trainer:
     def _look_at_ranks(self) -> None:
         """A rank that died or hangs ends all; ranks that agreed on an end are given the time to save."""
         for rank in self._ranks.ranks:
-            orderly = rank.end is not None and rank.end[0] != "crashed"
-            if rank.end is not None and orderly and self._ending is None:
-                self._ending = rank.end
-                self._limit(STOP_SECONDS)
-            if rank.code is not None and not orderly and self._failure is None and self._kill_at is None:
+            if rank.end is not None and rank.end[0] != "crashed":
+                if self._ending is None:
+                    self._ending = rank.end
+                    self._limit(STOP_SECONDS)
+            elif rank.code is not None and not self._killed and not self._told_while_starting(rank):
                 self._fail(_death(rank), DEATH_SECONDS)
         if self._kill_at is None and (hung := self._ranks.hung(self._run.trainer.hang_seconds)):
             names = ", ".join(f"rank {rank.number} ({rank.state})" for rank in hung)
             seconds = self._run.trainer.hang_seconds
             self._fail(PacelineError(f"no progress for {seconds:.0f} s (trainer.hang_seconds): {names}"), 0.0)
+
+    def _told_while_starting(self, rank: Rank) -> bool:
+        """It was told to stop before it could listen, and has nothing to save."""
+        return self._flag.requested is not None and rank.state == "starting" and rank.code == -signal.SIGTERM
 
     def _fail(self, error: PacelineError, patience: float) -> None:
         if self._failure is None:
@@ -380,6 +386,7 @@ class Trainer:
             return
         stuck = ", ".join(f"rank {rank.number} ({rank.state})" for rank in self._ranks.running)
         lost = any(rank.state != "starting" for rank in self._ranks.running)
+        self._killed = True
         self._ranks.kill()
         if self._failure is None and lost:
             self._failure = PacelineError(

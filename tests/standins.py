@@ -6,22 +6,32 @@ that a run that loses, doubles or reorders a record ends with another weight.
 """
 
 import json
+import os
 import socket
 import struct
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paceline.common import record
+import zmq
+from paceline.common import paths, record, wire
 from paceline.common.batch import BatchId
-from paceline.common.plan import Plan, PlanSpec
+from paceline.common.errors import PacelineError
+from paceline.common.fingerprint import Fingerprint
+from paceline.common.plan import Plan, PlanSpec, plan_from
 from paceline.common.record import RecordMeta
-from paceline.common.ring import Ring
+from paceline.common.ring import Ring, SlotState
 from paceline.common.rows import Rows, RowsWriter
+from paceline.common.runfile import RunFile
 from paceline.consumer import checkpoint as ck
+from paceline.consumer import rank, trainer
 from paceline.consumer.check import Expected
+from paceline.consumer.describe import RunFacts
+from paceline.consumer.group import Group, GroupError, LocalGroup
+from paceline.consumer.job import RankJob
 from safetensors.numpy import load_file, save_file
 
 HIDDEN, LAYERS = 16, (1, 3)
@@ -37,18 +47,6 @@ def stamp(tokens: np.ndarray, cu_seqlens: np.ndarray, planes: int, hidden: int) 
     return ((of_token[None, :, None] + of_plane[:, None, None] + of_feature) % 251 + 1).astype(np.float32)
 
 
-class StampSource:
-    """A worker's state source that stamps instead of running a target."""
-
-    def __init__(self, planes: int = len(LAYERS), hidden: int = HIDDEN, seconds: float = 0.0):
-        self._planes, self._hidden, self._seconds = planes, hidden, seconds
-
-    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: Any) -> None:
-        time.sleep(self._seconds)
-        states = stamp(tokens, cu_seqlens, self._planes, self._hidden)
-        np.frombuffer(out, np.float32)[: states.size] = states.reshape(-1)
-
-
 def make_rows(folder: Path, count: int = 40, seed: int = 0) -> Rows:
     """Rows of 8 to 24 tokens; the second half of each is supervised."""
     draw = np.random.default_rng(seed)
@@ -62,7 +60,8 @@ def make_rows(folder: Path, count: int = 40, seed: int = 0) -> Rows:
 
 def make_plan(rows: Rows, **changes: Any) -> Plan:
     spec = PlanSpec(rows.digest, seed=0, token_budget=64, max_length=24, packer="first-fit", held_out=4)
-    return Plan(spec, rows.lengths, **({"batches_per_step": 2, "epochs": 1} | changes))
+    options: dict[str, Any] = {"batches_per_step": 2, "epochs": 1} | changes
+    return Plan(spec, rows.lengths, **options)
 
 
 def make_meta(plan: Plan, rows: Rows, batch: BatchId, expected: Expected = EXPECTED, **changes: Any) -> RecordMeta:
@@ -231,19 +230,122 @@ def _read_bytes(peer: socket.socket, size: int) -> bytes:
     while len(data) < size:
         piece = peer.recv(size - len(data))
         if not piece:
-            raise ConnectionError("the other rank is gone")
+            raise GroupError("the other rank is gone")
         data += piece
     return data
 
 
-__all__ = [
-    "EXPECTED",
-    "SocketGroup",
-    "StampSource",
-    "SumLearner",
-    "commit",
-    "make_meta",
-    "make_plan",
-    "make_rows",
-    "stamp",
-]
+# Whole processes: `python standins.py trainer|rank|worker ...` --------------------------------------------------------
+
+
+def facts_of(run: RunFile) -> RunFacts:
+    """What `describe` says of a run on stamped states: no target is asked."""
+    assert run.data.rows is not None
+    rows = Rows.open(run.data.rows)
+    fields: dict[str, str | int] = {
+        "dataset": rows.digest,
+        "seed": run.trainer.seed,
+        "token_budget": run.stream.token_budget,
+        "batches_per_step": run.trainer.batches_per_step,
+    }
+    return RunFacts(run.data.rows, fields, list(LAYERS), HIDDEN)
+
+
+def trainer_process(run: RunFile, resume: str | None) -> int:
+    """The trainer's main process on stand-ins; afterwards torch must not have been imported."""
+    code = trainer.main(run, resume, describe=facts_of, rank_command=[sys.executable, __file__, "rank"])
+    assert "torch" not in sys.modules
+    return code
+
+
+def rank_process() -> int:
+    options = json.loads(os.environ.get("STANDIN_LEARNER", "{}"))
+
+    def group(job: RankJob) -> Group:
+        return LocalGroup() if job.world == 1 else SocketGroup(job.rank, job.world, Path(job.store))
+
+    code = rank.main(lambda job, run, rows: SumLearner(**options), group)
+    assert "torch" not in sys.modules
+    return code
+
+
+@dataclass
+class Worker:
+    """A worker that stamps. `harm`: "zero" writes zeros instead; `seconds` for each record."""
+
+    run: RunFile
+    index: int
+    seconds: float = 0.0
+    harm: str = ""
+
+    def main(self) -> int:
+        name, facts = f"w{self.index}", facts_of(self.run)
+        rows = Rows.open(facts.rows)
+        self._plan, self._rows, fingerprint = plan_from(self.run, rows), rows, Fingerprint(facts.fingerprint)
+        self._expected = replace(EXPECTED, fingerprint=fingerprint.digest)
+        budget = self.run.stream.token_budget
+        size = record.slot_bytes(budget, record.max_rows(budget), len(LAYERS), HIDDEN, "float32")
+        path = paths.ring_dir(self.run) / f"{name}.ring"
+        self._ring = Ring.open(path, worker=name, fingerprint=fingerprint, slots=self.run.stream.slots, slot_bytes=size)
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(paths.feed_address(self.run))
+        self._queue: dict[int, None] = {}
+        self._feed, self._said = 0, 0.0
+        self._send(wire.Hello(name, self._ring.incarnation, ()))
+        while not (paths.finished_path(self.run).exists() or self._ring.retired or self._ring.vanished()):
+            if self._turn():
+                break
+        return 0
+
+    def _turn(self) -> bool:
+        """Hear, say, make one record; True when told to stop."""
+        if time.monotonic() - self._said > 0.3:
+            self._said = time.monotonic()
+            self._send(wire.Want(self._ring.worker, self._ring.incarnation, tuple(self._queue), 0.0, 1000.0))
+        slot_free = any(view.state is SlotState.FREE for view in self._ring.states())
+        if self._socket.poll(0 if self._queue and slot_free else 20):
+            message = wire.decode(self._socket.recv())
+            if isinstance(message, wire.StopWorker):
+                return True
+            if isinstance(message, wire.Work) and message.incarnation == self._ring.incarnation:
+                if message.feed != self._feed:
+                    self._feed = message.feed
+                    self._queue.clear()
+                self._queue |= dict.fromkeys(item.batch for item in message.items)
+        elif self._queue and slot_free:
+            self._make(min(self._queue))
+        return False
+
+    def _make(self, word: int) -> None:
+        time.sleep(self.seconds)
+        meta = make_meta(self._plan, self._rows, BatchId.unpack(word), self._expected)
+        states = np.zeros(meta.states_shape, np.float32) if self.harm == "zero" else None
+        slot, seq = commit(self._ring, meta, states)
+        del self._queue[word]
+        self._said = 0.0
+        self._send(wire.Ready(self._ring.worker, self._ring.incarnation, slot, seq, word))
+
+    def _send(self, message: wire.Message) -> None:
+        try:
+            self._socket.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[0] == "rank":
+        return rank_process()
+    run = RunFile.model_validate_json(Path(arguments[1]).read_text())
+    try:
+        if arguments[0] == "trainer":
+            return trainer_process(run, arguments[2] if len(arguments) > 2 else None)
+        options = json.loads(os.environ.get("STANDIN_WORKER", "{}"))
+        return Worker(run, int(arguments[2]), **options).main()
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
