@@ -140,7 +140,7 @@ def _hub_digest(target: str) -> str | None:
 
 
 def _digest_files(files: Mapping[str, Path], config: Path | None) -> str:
-    """Over the files' names and contents, and the model type, by which transformers may choose the tokenizer's class."""
+    """Over the files' names and contents, and the model type, by which transformers may choose a tokenizer class."""
     parts = {name: file_digest(path) for name, path in sorted(files.items())}
     if config is not None and config.is_file():
         try:

@@ -1,7 +1,7 @@
 """Prepared rows: token ids and loss masks of tokenised conversations, on disk and mapped into memory.
 
-    rows.arrow       Arrow IPC file, columns `tokens: large_list<int32>` and `mask: large_list<uint8>`, in record batches
-                     of ROWS_PER_BATCH rows, so that row i is in batch i // ROWS_PER_BATCH and costs two slices
+    rows.arrow       Arrow IPC file, columns `tokens: large_list<int32>` and `mask: large_list<uint8>`, ROWS_PER_BATCH
+                     rows in a record batch, so that row i is in batch i // ROWS_PER_BATCH and costs two slices
     used_tokens.npy  the token ids that occur, int32, ascending
     meta.json        what the rows were prepared from, their digest and counts
 

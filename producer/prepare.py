@@ -9,6 +9,7 @@ Files are read in chunks, tokenised by a pool of spawned processes when there ar
 they come back, in order: memory stays bounded and the same input gives the same bytes.
 """
 
+import ctypes
 import gzip
 import json
 import os
@@ -20,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -41,14 +42,19 @@ if TYPE_CHECKING:
 
 _CHUNK = 256  # conversations handed to a process at a time
 _SERIAL_CHUNKS = 12  # up to so many chunks, starting processes costs more than it saves
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _EXAMPLES = 3  # examples kept of each reason
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What a preparation made. `dropped` counts rows, or whole conversations, by reason; `examples` are a few of them as
-    "file:line: reason (detail)"; `cut` rows were longer than max_length. `cached`: they had been prepared before."""
+    """What a preparation made.
+
+    dropped: rows, or whole conversations, by reason. examples: a few of them, as "file:line: reason (detail)".
+    cut: rows kept that were longer than max_length. tokens, supervised: of the rows kept.
+    cached: they had been prepared before.
+    """
 
     folder: Path
     conversations: int
@@ -309,7 +315,8 @@ def _read_parquet(file: int, path: Path) -> Iterator[_Item]:
             if "messages" not in columns:
                 raise ConfigError(f"{path}: no column `messages` (found {', '.join(sorted(names))})")
             for batch in parquet.iter_batches(_CHUNK, columns=columns):
-                for line, row in enumerate(batch.to_pylist(), line + 1):
+                for row in batch.to_pylist():
+                    line += 1
                     yield _Item(file, line, _without_null(row))
     except (OSError, pa.ArrowException) as error:
         yield _Item(file, line + 1, Refused("the file cannot be read further", str(error)))
@@ -395,6 +402,7 @@ _in_process: _Chunk | None = None
 def _start_process(chat: ChatFormat, options: _Options) -> None:
     global _in_process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent can't
     _in_process = _Chunk(chat, options)
 
 
@@ -443,7 +451,7 @@ def show(rows: Rows, target: str, count: int, *, trust_remote_code: bool = False
         supervised = int(row.mask.sum())
         text = Text(f"row {index}: {len(row.tokens)} tokens, {supervised} supervised\n", style="bold")
         edges = np.flatnonzero(np.diff(row.mask, prepend=2, append=2))
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
+        for start, end in pairwise(edges):
             part = tokenizer.decode(row.tokens[start:end].tolist(), skip_special_tokens=False)
             text.append(part, style="green" if row.mask[start] else "dim")
         yield text
