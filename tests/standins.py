@@ -50,12 +50,13 @@ def stamp(tokens: np.ndarray, cu_seqlens: np.ndarray, planes: int, hidden: int) 
 def make_rows(folder: Path, count: int = 40, seed: int = 0) -> Rows:
     """Rows of 8 to 24 tokens; the second half of each is supervised."""
     draw = np.random.default_rng(seed)
-    writer = RowsWriter()
-    for _ in range(count):
-        length = int(draw.integers(8, 25))
-        mask = np.arange(length) >= length // 2
-        writer.add(np.array([length]), draw.integers(4, 500, length), mask.astype(np.uint8))
-    return Rows.open(writer.write(folder, {}))
+    with RowsWriter(folder) as writer:
+        for _ in range(count):
+            length = int(draw.integers(8, 25))
+            mask = (np.arange(length) >= length // 2).astype(np.uint8)
+            writer.add(draw.integers(4, 500, length).astype(np.int32), mask)
+        writer.finish({})
+    return Rows.open(folder)
 
 
 def make_plan(rows: Rows, **changes: Any) -> Plan:
@@ -101,22 +102,26 @@ class SumLearner:
     """Learns one number: w += rate · (mean stamped state − w), with the mean over a step's tokens on all ranks."""
 
     seconds: float = 0.0  # per record
-    poison: int = -1  # a batch id (packed) whose loss is NaN
+    eval_seconds: float = 0.0
+    poison: list[int] = field(default_factory=list)  # batch ids (packed) whose loss is NaN
+    explode: str = ""  # what the first record's error says
     weight: float = 0.0
     steps: int = 0
     _sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
-    def _read(self, meta: RecordMeta, states: memoryview) -> np.ndarray:
-        time.sleep(self.seconds)
+    def _read(self, meta: RecordMeta, states: memoryview, seconds: float) -> np.ndarray:
+        time.sleep(seconds)
+        if self.explode:
+            raise RuntimeError(self.explode)
         found = np.frombuffer(states, np.float32).reshape(meta.states_shape)
         wanted = stamp(meta.tokens, meta.cu_seqlens, meta.planes, meta.hidden_size)
         if not np.array_equal(found, wanted):
             raise AssertionError(f"record of batch {BatchId.unpack(meta.batch)} holds other states")
-        value = float("nan") if meta.batch == self.poison else float(found.sum(dtype=np.float64))
+        value = float("nan") if meta.batch in self.poison else float(found.sum(dtype=np.float64))
         return np.array([value / found.size * len(meta.tokens), len(meta.tokens)])
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
-        self._sums += self._read(meta, states)
+        self._sums += self._read(meta, states, self.seconds)
 
     def sums(self) -> np.ndarray:
         return self._sums.copy()
@@ -138,7 +143,7 @@ class SumLearner:
         self._sums = np.zeros(2)
 
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
-        self._sums += self._read(meta, states)
+        self._sums += self._read(meta, states, self.eval_seconds)
 
     def eval_metrics(self, total: np.ndarray) -> dict[str, Any]:
         return {"tau": 1.0, "tau_chain": 1.0 + self.steps / 100, "eval_tokens": float(total[1])}
