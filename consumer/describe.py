@@ -7,10 +7,13 @@ days beside its ranks, asks a process of its own (`python -m paceline.consumer.d
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ..common.errors import ConfigError, PacelineError
 from ..common.runfile import RunFile
+
+_ALIVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ def describe(run: RunFile) -> RunFacts:
     return RunFacts(str(rows.folder), dict(fingerprint.fields), layer_ids, info.hidden_size)
 
 
-def describe_apart(run: RunFile) -> RunFacts:
-    """`describe` in another process, which a signal handler that raises ends.
+def describe_apart(run: RunFile, alive: Callable[[], object] = lambda: None) -> RunFacts:
+    """`describe` in another process, which a signal handler that raises ends. `alive` is called every few seconds:
+    preparing the rows of a large dataset takes many minutes.
 
     Raises:
         ConfigError, PacelineError: as it raises them.
@@ -51,7 +55,7 @@ def describe_apart(run: RunFile) -> RunFacts:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
     ) as process:
         try:
-            output, _ = process.communicate(run.model_dump_json())
+            output = _talk(process, run.model_dump_json(), alive)
         except BaseException:
             process.kill()
             raise
@@ -61,6 +65,14 @@ def describe_apart(run: RunFile) -> RunFacts:
         found = json.loads(output)["error"] if output else f"exit code {process.returncode}"
         raise PacelineError(f"the run's data and target could not be looked at: {found}")
     return RunFacts(**json.loads(output))
+
+
+def _talk(process: "subprocess.Popen[str]", question: str, alive: Callable[[], object]) -> str:
+    while True:
+        try:
+            return process.communicate(question, timeout=_ALIVE_SECONDS)[0]
+        except subprocess.TimeoutExpired:  # it goes on where it was when asked again
+            alive()
 
 
 def main() -> int:
