@@ -108,14 +108,17 @@ def _count(number: int, name: str) -> str:
 
 def _steps(status: Status) -> RenderableType:
     step, total = status.get("step", 0), status.get("total_steps")
+    state, message = status.get("state", ""), status.get("message", "")
+    if message.startswith(state):  # "waiting", "waiting for a worker"
+        state, message = message, ""
     row = Table.grid(padding=(0, 1))
     row.add_row(
         Text(f"step {step:,}" + (f" of {total:,}" if total else ""), style="bold"),
         ProgressBar(total=float(total or 1), completed=float(step), width=32),
         Text(f"{step / total:4.0%}" if total else ""),
         Text(f"ETA {duration(status.get('eta_s'))}"),
-        Text(status.get("state", ""), style="green" if status.get("state") == "training" else "yellow"),
-        Text(status.get("message", ""), style="dim"),
+        Text(state, style="green" if state == "training" else "yellow"),
+        Text(message, style="dim"),
     )
     return row
 
@@ -171,10 +174,12 @@ def _processes(children: "Sequence[Child]", status: Status | None) -> Renderable
 
 def _queues(name: str, status: Status | None) -> tuple[str, str]:
     """A worker's tokenised batches, and its ring with one mark a slot: filled for READY."""
-    index = int(name[1:]) if re.fullmatch(r"w\d+", name) else -1
-    pre, ready = (status or {}).get("q_pre", []), (status or {}).get("q_hs", [])
-    slots = (status or {}).get("slots", 0)
-    if not 0 <= index < len(ready):
+    if status is None:
+        return "", ""
+    pre, ready, slots = status.get("q_pre", []), status.get("q_hs", []), status.get("slots", 0)
+    names = status.get("names", [f"w{place}" for place in range(len(ready))])
+    index = names.index(name) if name in names else len(ready)
+    if index >= len(ready):
         return "", ""
     marks = "■" * ready[index] + "□" * max(slots - ready[index], 0)
     return str(pre[index]) if index < len(pre) else "", f"{marks} {ready[index]}"

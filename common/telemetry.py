@@ -45,6 +45,7 @@ class Status(TypedDict, total=False):
     target_bps: float  # batches/s committed by all workers
     drafter_bps: float  # batches/s trained by all ranks
     tokens_per_s: float  # context tokens/s trained by all ranks
+    names: list[str]  # the workers that q_pre and q_hs are of, in their order; w0, w1, ... if left out
     q_pre: list[int]  # per worker: tokenised batches ready
     q_hs: list[int]  # per worker: READY records in its ring
     slots: int  # per ring

@@ -101,6 +101,16 @@ def test_waiting_shows_what_for(run: RunFile, console: Console) -> None:
     assert "waiting for a worker" in shown(console)
 
 
+def test_queues_of_named_workers(run: RunFile, console: Console) -> None:
+    view = LiveView(run, console)
+    status: Status = {"names": ["w1"], "q_pre": [4], "q_hs": [1], "slots": 2, "step": 0}
+    view.refresh([child("w0", "running", "loading"), child("w1", "running", "packing")], status)
+    lines = shown(console).splitlines()
+    view.close()
+    assert any("w1" in line and "■□ 1" in line for line in lines)
+    assert not any("w0" in line and "■" in line for line in lines)
+
+
 def test_events_and_remarks_stay_above_the_screen(run: RunFile, console: Console) -> None:
     view = LiveView(run, console)
     view.event("w0 was killed by SIGKILL", urgent=True)
