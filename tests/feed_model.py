@@ -7,10 +7,10 @@ The oracle of the feed's tests. `explore` visits every state that any schedule o
 - every fault-free continuation of every state ends with all batches trained and checkpointed: the graph of fault-free
   steps has no cycle (no livelock) and no other ends (no deadlock), whoever is scheduled when.
 
-The feed is a parameter. `Rules` is design.md's rules 1 to 14 written down as plainly as possible, allowing all that they
-allow; dropping one (`without`) shows the counterexample that it prevents. test_feed.py runs the real `decide` in its
-place. It abstracts from time, bytes and memory ordering; a scan and its decision are one step. A step takes one record
-for each rank, and a rank holds the record in training and one of the next step.
+The feed is a parameter. `Rules` is design.md's rules 1 to 14 written down as plainly as possible, allowing all that
+they allow; dropping one (`without`) shows the counterexample that it prevents. test_feed.py runs the real `decide` in
+its place. It abstracts from time, bytes and memory ordering; a scan and its decision are one step. An optimiser step
+takes one record for each rank, and a rank holds the record in training and one of the next step.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ Work = tuple[int, int, int, int]  # worker, incarnation, feed, batch
 
 
 class Feed(NamedTuple):
-    """What feed and ranks remember, lost when the trainer is killed. ranks[r]: in training, and one of the next step."""
+    """What feed and ranks remember, lost when the trainer is killed. ranks[r]: in training, one of the next step."""
 
     id: int
     trained: frozenset[int]

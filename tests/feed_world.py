@@ -6,7 +6,6 @@ timeline that survives, that a record a rank holds never moves, and that steps a
 `settle` then plays on without faults and demands the end of the run.
 """
 
-import itertools
 import random
 import shutil
 import tempfile
@@ -579,17 +578,3 @@ def lose(world: World, to: str, at: int) -> None:
     queue = world.queue(to)
     if queue:
         del queue[at % len(queue)]
-
-
-if __name__ == "__main__":
-    import sys
-
-    for seed in itertools.islice(itertools.count(int(sys.argv[1])), int(sys.argv[2])):
-        world = random_run(seed)
-        try:
-            world.settle(order=random.Random(seed))
-        except BaseException:
-            print("seed", seed)
-            raise
-        finally:
-            world.close()
