@@ -8,13 +8,14 @@ import torch
 from dflash import model as zlab
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from paceline.common.batch import Kind
 from paceline.common.errors import ConfigError, UsageError
 from paceline.consumer.checkpoint import CheckpointState, write_checkpoint
 from paceline.consumer.decode import speculate
-from paceline.consumer.drafter import ContextCache, Drafter, DrafterConfig, init_drafter
+from paceline.consumer.drafter import ContextCache, Drafter, DrafterConfig, attend_one_block, init_drafter
 from paceline.consumer.export import drafter_target, export, load_drafter
 
 VOCAB = 61
@@ -31,6 +32,7 @@ SMALL = dict(
     rope_theta=50_000.0,
 )
 PROMPT = [5, 9, 23, 4, 60, 8, 30, 33, 12, 50, 2]
+ANSWER = 36
 
 
 def target(kind: str) -> nn.Module:
@@ -104,41 +106,70 @@ def zlab_lengths(drafter: zlab.DFlashDraftModel, model: nn.Module, limit: int, s
     return found.output_ids[0, len(PROMPT) :].tolist(), found.acceptance_lengths
 
 
-def helpful(model: nn.Module, shape: DrafterConfig) -> Drafter:
-    """A drafter that is right now and then: random layers, weak against the last token's embedding."""
-    drafter = init_drafter(shape, seed=2)
+def taught(model: nn.Module, steps: int) -> Drafter:
+    """A drafter overfitted to the target's greedy answer to PROMPT: one full-batch step after another over every anchor,
+    with the states of one forward of the target."""
     with torch.no_grad():
-        for layer in drafter.layers:
-            layer.self_attn.o_proj.weight.mul_(0.5)
-            layer.mlp.down_proj.weight.mul_(0.5)
+        answer = model.generate(torch.tensor([PROMPT]), max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
+        hidden = model(answer, output_hidden_states=True).hidden_states
+    tokens, table, head = answer[0], model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    drafter = init_drafter(config(), seed=2)
+    shape = drafter.config
+    features = torch.cat([hidden[i + 1][0] for i in shape.target_layer_ids], -1)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0)
+    for _ in range(steps):
+        context = drafter.project_context(features, torch.arange(len(tokens)))
+        loss = torch.zeros(())
+        for anchor in range(len(PROMPT), len(tokens) - 1):
+            slots = min(shape.block_size, len(tokens) - anchor)
+            block = torch.tensor([int(tokens[anchor]), *[shape.mask_token_id] * (slots - 1)])
+            before = [(keys[:, :anchor], values[:, :anchor]) for keys, values in context]
+            found = drafter.decode(table[block].detach(), torch.arange(anchor, anchor + slots), before, attend_one_block)
+            loss = loss + functional.cross_entropy(found[1:] @ head.T.detach(), tokens[anchor + 1 : anchor + slots])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     return drafter
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("limit", [1, 2, 33])
-def test_zlab_loads_the_export_and_accepts_the_same_lengths(
-    kind: str, limit: int, tmp_path: Path, cpu_clock: None
-) -> None:
+@pytest.fixture(scope="module", params=[("llama", 6), ("qwen3", 9), ("llama", 45)], ids=lambda p: f"{p[0]}-{p[1]}")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Target, drafter loaded from our export, and the same by z-lab; the last accepts nearly every slot."""
+    kind, steps = request.param
+    folder = tmp_path_factory.mktemp("pair")
     model = target(kind)
-    made = export(checkpoint(tmp_path / "run", helpful(model, config())), tmp_path / "out")
-    theirs = zlab.DFlashDraftModel.from_pretrained(made.folder, dtype=torch.float32)
+    made = export(checkpoint(folder / "run", taught(model, steps)), folder / "out")
     ours = load_drafter(made.folder, dtype=torch.float32)
+    theirs = zlab.DFlashDraftModel.from_pretrained(made.folder, dtype=torch.float32)
+    return steps, model, ours, theirs
+
+
+@pytest.mark.parametrize("limit", [1, 2, 33])
+def test_zlab_accepts_the_same_lengths(pair, limit: int, cpu_clock: None) -> None:
+    _, model, ours, theirs = pair
     generation = speculate(ours, model, PROMPT, max_new_tokens=limit)
     tokens, lengths = zlab_lengths(theirs, model, limit, [])
     assert generation.tokens == tokens
     assert [step.produced for step in generation.steps] == lengths
+    if limit == 33:
+        assert max(lengths) > 1
 
 
-def test_zlab_stops_where_we_stop(tmp_path: Path, cpu_clock: None) -> None:
-    model = target("llama")
-    made = export(checkpoint(tmp_path / "run", helpful(model, config())), tmp_path / "out")
-    theirs = zlab.DFlashDraftModel.from_pretrained(made.folder, dtype=torch.float32)
-    ours = load_drafter(made.folder, dtype=torch.float32)
+def test_zlab_stops_where_we_stop(pair, cpu_clock: None) -> None:
+    _, model, ours, theirs = pair
     stop = speculate(ours, model, PROMPT, max_new_tokens=30).tokens[12]
     generation = speculate(ours, model, PROMPT, max_new_tokens=30, stop_ids=[stop])
     tokens, lengths = zlab_lengths(theirs, model, 30, [stop])
     assert generation.tokens == tokens and tokens[-1] == stop
     assert [step.produced for step in generation.steps] == lengths
+
+
+def test_full_blocks_in_zlabs_own_loop(pair, cpu_clock: None) -> None:
+    """Labels, states and positions line up: what is learned in training is accepted in decoding."""
+    steps, model, _, theirs = pair
+    if steps == 45:
+        _, lengths = zlab_lengths(theirs, model, ANSWER, [])
+        assert lengths[:-1] == [5] * len(lengths[:-1])
 
 
 @pytest.mark.parametrize("layer_types", [("full_attention",) * 2, ("sliding_attention", "full_attention")])
