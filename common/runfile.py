@@ -4,16 +4,9 @@
 reference in docs/runfile.md is generated from the field descriptions below (`python -m paceline.common.runfile`).
 """
 
-import difflib
-import json
-import re
-import tomllib
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from .errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -1,0 +1,167 @@
+"""Small tokenizers, targets and conversations that tests build in seconds: no download, nothing outside tmp."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]  # ids 0 to 3; data never uses <|mask|>
+NOUNS = ["river", "garden", "engine", "window", "teacher", "market", "planet", "copper", "letter", "forest", "kitchen"]
+VERBS = ["carries", "follows", "repairs", "measures", "paints", "watches", "borrows", "opens", "sells", "remembers"]
+ADVERBS = ["today", "again", "well"]
+VOCAB = 512
+
+
+def sentences(seed: int, count: int) -> str:
+    """Plain English-like sentences, the same for the same seed."""
+    draw = random.Random(seed)
+    words = [
+        f"The {draw.choice(NOUNS)} {draw.choice(VERBS)} the {draw.choice(NOUNS)} {draw.choice(ADVERBS)}."
+        for _ in range(count)
+    ]
+    return " ".join(words)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer(tmp_path_factory) -> Callable[..., Path]:
+    """make_tokenizer(template=CHATML) -> folder: a byte-level BPE of 512 tokens with ChatML's special tokens, saved as
+    transformers saves one, with the chat template given."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = [sentences(seed, 20) for seed in range(40)]
+    tokenizer.train_from_iterator([*text, "system user assistant You are a helpful assistant."] * 2, trainer)
+
+    def make(template: str = CHATML) -> Path:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            eos_token="<|im_end|>",
+            pad_token="<|endoftext|>",
+            clean_up_tokenization_spaces=False,
+        )
+        fast.chat_template = template
+        fast.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_dir(make_tokenizer) -> Path:
+    """A saved tokenizer with a ChatML template (system default, no generation markers, like SmolLM2's)."""
+    return make_tokenizer()
+
+
+def _config(kind: str):
+    """A configuration of 4 layers, hidden size 64, 4 heads and 2 key-value heads."""
+    import transformers
+
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.08,  # large enough that tokens and positions tell in the states
+        "tie_word_embeddings": False,
+    }
+    if kind == "llama":
+        return transformers.LlamaConfig(**common)
+    if kind == "qwen3":
+        return transformers.Qwen3Config(**common, head_dim=16)
+    if kind == "gemma3":
+        return transformers.Gemma3TextConfig(
+            **common | {"tie_word_embeddings": True},
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=16,
+            sliding_window_pattern=2,
+        )
+    if kind == "gpt_oss":
+        return transformers.GptOssConfig(
+            **common,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+        )
+    if kind == "qwen3_5":
+        from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+        return Qwen3_5TextConfig(
+            **common,
+            head_dim=16,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        )
+    raise ValueError(kind)
+
+
+@pytest.fixture(scope="session")
+def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Path]:
+    """make_tiny_target(kind) -> folder of a random float32 target with its tokenizer; kind is llama, qwen3, gemma3,
+    gpt_oss or qwen3_5. Made once a session."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            import torch
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            folder = tmp_path_factory.mktemp(f"target-{kind}")
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                AutoModelForCausalLM.from_config(_config(kind)).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
+            made[kind] = folder
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(make_tiny_target) -> Path:
+    """A random Llama (hidden 64, 4 layers, 4 heads, 2 key-value heads, vocabulary 512) with its tokenizer."""
+    return make_tiny_target("llama")
+
+
+@pytest.fixture(scope="session")
+def chat_file(tmp_path_factory) -> Path:
+    """200 short conversations as JSONL: one or two turns, some with a system message, some unfinished."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for index in range(200):
+            messages = [{"role": "system", "content": sentences(index, 1)}] if index % 7 == 0 else []
+            for turn in range(1 + index % 2):
+                messages.append({"role": "user", "content": sentences(1000 * turn + index, draw.randint(1, 2))})
+                messages.append({"role": "assistant", "content": sentences(9000 + index + turn, draw.randint(1, 4))})
+            file.write(json.dumps({"id": index, "finished": index % 5 != 0, "messages": messages}) + "\n")
+    return path
