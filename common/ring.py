@@ -1,0 +1,631 @@
+"""The ring: one file of fixed slots for each worker, through which records reach the ranks.
+
+A slot's life. Every word has one writer, so there is no lock and no compare-and-swap in the data path:
+
+    FREE      done == seq             claim:   seq = n (a number never used before)
+    WRITING   commit != seq           commit:  batch, length, checksum, check word, then commit = n
+    READY     commit == seq > done    take:    taken_by = trainer, then taken_seq = n; still READY
+    FREE      done == seq             release: done = n
+
+The owner (a worker) uses `Ring`, the feed and the ranks use `RingReader`. The owner holds an OFD lock on the file for
+life, which is the only proof that it lives. A READY slot survives the death of both sides.
+
+The file is made under a temporary name, allocated and pre-faulted in full, and renamed, all under its lock: there is
+no half-made ring, and no SIGBUS later. A restarted worker adopts its ring after checking every field. A ring that
+cannot be adopted is replaced by a new file with a new id and higher sequence numbers, never written over.
+
+Neither class is thread-safe, and neither may cross a fork. Data is read and written through `memoryview`s of the
+mapping; drop them before `close`, which else leaves the mapping to the garbage collector.
+"""
+
+import errno
+import mmap
+import os
+import secrets
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from . import faults
+from . import ring_layout as layout
+from .errors import ConfigError, PacelineError
+from .fingerprint import Fingerprint
+from .locks import OfdLock
+from .ring_layout import (
+    PAGE,
+    LiveWords,
+    RingForeign,
+    RingHeader,
+    RingInvalid,
+    SlotState,
+    SlotView,
+    pages,
+    ring_paths,
+    temporary_path,
+)
+
+__all__ = [
+    "Ring",
+    "RingBusy",
+    "RingForeign",
+    "RingInvalid",
+    "RingReader",
+    "RingScan",
+    "Slot",
+    "SlotState",
+    "SlotView",
+    "remove_ring",
+    "ring_paths",
+]
+
+MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; not yet in the mmap module
+_PATIENCE_S = 2.0  # how long the kernel may take to tear down a killed owner of a large ring
+
+
+class RingBusy(PacelineError):
+    """The ring's owner is alive."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A claimed slot. `payload` is the whole slot, writable; `address` is where it is in this process."""
+
+    index: int
+    seq: int
+    batch: int
+    payload: memoryview
+    address: int
+
+
+@dataclass(frozen=True)
+class RingScan:
+    """What a reader saw of a ring at one moment. A dead owner's ring is as good as a live one's."""
+
+    worker: str
+    path: Path
+    ring_id: int
+    incarnation: int
+    pid: int
+    device: str
+    alive: bool
+    retired: bool
+    fingerprint: Fingerprint
+    produced: int
+    slots: tuple[SlotView, ...]
+
+    @property
+    def credit(self) -> int:
+        """Slots that can take a new record; the feed subtracts what it has assigned."""
+        return sum(slot.state is not SlotState.READY for slot in self.slots)
+
+
+class _Mapping:
+    """A ring file mapped whole: header words, slot table, slots."""
+
+    def __init__(self, fd: int, header: RingHeader, path: Path) -> None:
+        self.fd = fd
+        self.header = header
+        self.path = path
+        self.map = mmap.mmap(fd, header.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.view = memoryview(self.map)
+        words = np.frombuffer(self.map, np.uint64, (layout.TABLE_OFFSET + header.table_bytes) // 8)
+        self.words = words[: PAGE // 8]
+        self.table = words[layout.TABLE_OFFSET // 8 :]
+        self.static = bytes(self.view[: layout.STATIC_BYTES])
+        self.address = words.ctypes.data
+
+    def live(self) -> LiveWords:
+        return layout.decode_live(self.view[:PAGE])
+
+    def word(self, index: int, name: int) -> int:
+        return int(self.table[index * layout.SLOT_WORDS + name])
+
+    def write(self, index: int, name: int, value: int) -> None:
+        self.table[index * layout.SLOT_WORDS + name] = value
+
+    def write_device(self, device: str) -> None:
+        text = device.encode()[: layout.DEVICE_BYTES].ljust(layout.DEVICE_BYTES, b"\0")
+        self.view[layout.DEVICE_OFFSET : layout.DEVICE_OFFSET + layout.DEVICE_BYTES] = text
+
+    def slots(self) -> tuple[list[SlotView], int]:
+        """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
+        if self.view[: layout.STATIC_BYTES] != self.static:
+            raise RingInvalid(f"{self.path}: header changed")
+        words = layout.at_rest(self.table.tolist, self.path)
+        last_seq, counted = (int(word) for word in self.words[[layout.LAST_SEQ, layout.PRODUCED]])
+        views = layout.decode_slots(words, last_seq, self.header.slot_bytes, self.path)
+        return views, layout.produced(words, counted)
+
+    def holds(self, index: int, seq: int) -> bool:
+        """True if slot `index` is READY with `seq`, its words read twice."""
+        if not 0 <= index < self.header.slots:
+            return False
+        line = self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
+        first, second = line.tolist(), line.tolist()
+        return all(
+            words[layout.SEQ] == words[layout.COMMIT] == seq and seq > words[layout.DONE] for words in (first, second)
+        )
+
+    def payload(self, index: int, length: int) -> memoryview:
+        start = self.header.offset(index)
+        return self.view[start : start + length]
+
+    def prefault(self) -> None:
+        """Makes this process's page tables for the whole mapping. Contents stay as they are."""
+        try:
+            self.map.madvise(MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            np.frombuffer(self.map, np.uint8)[::PAGE].max()
+
+    def replaced(self) -> bool:
+        """True if the file's name is gone or names another file."""
+        return not _names(self.path, self.fd)
+
+    def close(self) -> None:
+        """Unmaps, unless someone still has a view of a slot: then the mapping goes with the last view."""
+        del self.words, self.table
+        try:
+            self.view.release()
+            self.map.close()
+        except BufferError:
+            del self.view, self.map
+        os.close(self.fd)
+
+
+class Ring:
+    """The owner's side: one worker, one ring, from `open` until `close` or death."""
+
+    def __init__(self, mapping: _Mapping, incarnation: int) -> None:
+        self._mapping = mapping
+        self._claimed: dict[int, Slot] = {}
+        header = mapping.header
+        self.path = mapping.path
+        self.worker = header.worker
+        self.ring_id = header.ring_id
+        self.slots = header.slots
+        self.slot_bytes = header.slot_bytes
+        self.incarnation = incarnation
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        worker: str,
+        fingerprint: Fingerprint,
+        slots: int,
+        slot_bytes: int,
+        device: str = "cpu",
+        patience: float = _PATIENCE_S,
+    ) -> "Ring":
+        """Adopts the worker's ring, or makes it; the lock is held and the incarnation written on return.
+
+        `slot_bytes` is rounded up to whole pages; `device` is for the inspector. Raises RingBusy, naming the pid, if
+        the owner still lives after `patience` seconds; ConfigError if there is too little room, if the file is not a
+        ring, or if it holds records of another fingerprint. Then nothing was written.
+        """
+        path = Path(path)
+        if not 0 < slots <= layout.MAX_SLOTS:
+            raise ConfigError(f"stream.slots is {slots}; a ring has 1 to {layout.MAX_SLOTS} slots")
+        if path.name != f"{worker}.ring":
+            raise ValueError(f"{path} cannot be the ring of worker {worker!r}")
+        incarnation = secrets.randbelow(layout.WORD_LIMIT - 1) + 1
+        ring_id = secrets.randbelow(layout.WORD_LIMIT - 1) + 1
+        wanted = RingHeader(ring_id, worker, fingerprint, slots, pages(slot_bytes), layout.boot_id())
+        try:
+            _make_folder(path.parent)
+            mapping = _adopt_or_make(path, wanted, incarnation, time.monotonic() + patience)
+        except PermissionError as error:
+            raise ConfigError(f"{error.filename or path}: permission denied; another user's ring?") from error
+        mapping.write_device(device)
+        return cls(mapping, incarnation)
+
+    def claim(self, batch: int) -> Slot | None:
+        """A slot to write batch's record into; None if none is FREE.
+
+        The slot freed last is used again first: part of it is still in the cache. Raises RingInvalid if the ring was
+        damaged or taken over.
+        """
+        free = [view for view in self.states() if view.state is SlotState.FREE]
+        if not free:
+            return None
+        index = max(free, key=lambda view: view.seq).index
+        mapping = self._mapping
+        seq = int(mapping.words[layout.LAST_SEQ]) + 1
+        mapping.words[layout.LAST_SEQ] = seq
+        mapping.write(index, layout.SEQ, seq)
+        faults.point("ring.writing")
+        address = mapping.address + mapping.header.offset(index)
+        slot = Slot(index, seq, batch, mapping.payload(index, self.slot_bytes), address)
+        self._claimed[index] = slot
+        return slot
+
+    def commit(self, slot: Slot, length: int, checksum: int) -> None:
+        """Makes the record of `length` bytes READY. Copies into the slot must be complete before the call."""
+        self._unclaim(slot)
+        if not 0 < length <= self.slot_bytes:
+            raise ValueError(f"record of {length} bytes in a slot of {self.slot_bytes}")
+        mapping, now = self._mapping, time.monotonic_ns()
+        ordinal = int(mapping.words[layout.PRODUCED]) + 1
+        mapping.write(slot.index, layout.BATCH, slot.batch)
+        mapping.write(slot.index, layout.LENGTH, length)
+        mapping.write(slot.index, layout.CHECKSUM, checksum)
+        mapping.write(slot.index, layout.COMMITTED_AT, now)
+        mapping.write(slot.index, layout.ORDINAL, ordinal)
+        check = layout.line_check(slot.seq, slot.batch, length, checksum, now, ordinal)
+        mapping.write(slot.index, layout.CHECK, check)
+        mapping.write(slot.index, layout.COMMIT, slot.seq)
+        faults.point("ring.committed")
+        mapping.words[layout.PRODUCED] = ordinal
+
+    def abandon(self, slot: Slot) -> None:
+        """Gives a claimed slot back unwritten. Its sequence number is not used again."""
+        self._unclaim(slot)
+        _restore(self._mapping, slot.index)
+
+    def _unclaim(self, slot: Slot) -> None:
+        if self._claimed.get(slot.index) is not slot:
+            raise ValueError(f"slot {slot.index} is not claimed with sequence number {slot.seq}")
+        del self._claimed[slot.index]
+
+    def states(self) -> list[SlotView]:
+        """All slots, in order of index. Raises RingInvalid if the ring was damaged or taken over."""
+        if int(self._mapping.words[layout.INCARNATION]) != self.incarnation:
+            raise RingInvalid(f"{self.path}: owned by another process")
+        return self._mapping.slots()[0]
+
+    @property
+    def retired(self) -> bool:
+        """True once the feed has retired this owner: no more work will come."""
+        return self._mapping.live().retired
+
+    def vanished(self) -> bool:
+        """True if the file was unlinked or replaced: nobody will find what is written to it."""
+        return self._mapping.replaced()
+
+    def mapping(self) -> tuple[int, int]:
+        """(address, bytes) of the whole mapping, for cudaHostRegister; unregister before `close`."""
+        return self._mapping.address, self._mapping.header.file_bytes
+
+    def close(self) -> None:
+        """Gives up the ring. The file and its READY slots stay. Claimed slots become FREE at the next `open`."""
+        OfdLock(self._mapping.fd).release()  # views of slots may keep the mapping, and its descriptor, open
+        self._claimed.clear()
+        self._mapping.close()
+
+
+class RingReader:
+    """The consumer's side: the feed scans and frees, a rank takes and releases."""
+
+    def __init__(self, mapping: _Mapping) -> None:
+        self._mapping = mapping
+        self.path = mapping.path
+        self.worker = mapping.header.worker
+        self.ring_id = mapping.header.ring_id
+        self.fingerprint = mapping.header.fingerprint
+        self.slots = mapping.header.slots
+        self.slot_bytes = mapping.header.slot_bytes
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RingReader":
+        """Maps the ring after checking all its fields. Raises RingInvalid with the reason, or OSError."""
+        path = Path(path)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            mapping = _Mapping(fd, layout.read_ring(fd, path).header, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(mapping)
+
+    def scan(self) -> RingScan:
+        """Every slot and whether the owner lives. Raises RingInvalid if the ring has been damaged.
+
+        The owner is proven dead before the slots are read, so that what a dead owner committed is seen.
+        """
+        mapping = self._mapping
+        alive, live = self.probe(), mapping.live()
+        slots, produced = mapping.slots()
+        return RingScan(
+            worker=self.worker,
+            path=self.path,
+            ring_id=self.ring_id,
+            incarnation=live.incarnation,
+            pid=live.pid,
+            device=live.device,
+            alive=alive,
+            retired=live.retired,
+            fingerprint=self.fingerprint,
+            produced=produced,
+            slots=tuple(slots),
+        )
+
+    def probe(self) -> bool:
+        """True if the owner is alive, by the kernel's word."""
+        return OfdLock.holder(self._mapping.fd)
+
+    def slot(self, index: int) -> SlotView:
+        """One slot, its words read twice. Raises RingInvalid, also for a slot that is not there."""
+        if not 0 <= index < self.slots:
+            raise RingInvalid(f"{self.path}: no slot {index}")
+        return self._mapping.slots()[0][index]
+
+    def holds(self, slot: int, seq: int) -> bool:
+        """True while slot `slot` is READY with `seq`: check before a record is copied, and after."""
+        return self._mapping.holds(slot, seq)
+
+    def payload(self, slot: SlotView) -> memoryview:
+        """The record in a READY slot, in place and not to be written; valid until it is released."""
+        return self._mapping.payload(slot.index, slot.length)
+
+    def address(self, slot: SlotView) -> int:
+        """Where the slot's payload is in this process."""
+        return self._mapping.address + self._mapping.header.offset(slot.index)
+
+    def take(self, slot: int, seq: int, trainer: int) -> bool:
+        """Marks the record as held by the trainer of incarnation `trainer`; False if it is not READY with `seq`."""
+        if not self.holds(slot, seq):
+            return False
+        self._mapping.write(slot, layout.TAKEN_BY, trainer)
+        self._mapping.write(slot, layout.TAKEN_SEQ, seq)
+        faults.point("ring.taken")
+        return True
+
+    def release(self, slot: int, seq: int) -> bool:
+        """Frees the slot; False, and nothing done, if it is not READY with `seq`.
+
+        Reads of the payload, asynchronous copies too, must be complete before the call.
+        """
+        if not self.holds(slot, seq):
+            return False
+        self._mapping.write(slot, layout.DONE, seq)
+        faults.point("ring.released")
+        return True
+
+    def retire(self) -> None:
+        """Tells the present owner that it gets no more work. A later owner of the ring is not retired."""
+        self._mapping.words[layout.RETIRED] = self._mapping.words[layout.INCARNATION]
+
+    def remove_if_empty(self) -> bool:
+        """Removes a retired ring that is drained and has no owner. Returns True if it is gone."""
+        lock = OfdLock(self._mapping.fd)
+        if self.replaced():
+            return True
+        if not lock.acquire():
+            return False
+        try:
+            if self.replaced():
+                return True
+            scan = self.scan()
+            if not scan.retired or any(slot.state is SlotState.READY for slot in scan.slots):
+                return False
+            self.path.unlink()
+            return True
+        finally:
+            lock.release()
+
+    def replaced(self) -> bool:
+        """True if the ring was removed or replaced: close it and open what is there now."""
+        return self._mapping.replaced()
+
+    def prefault(self) -> None:
+        """Makes the page tables for all slots at once; a first touch later is 5 times slower."""
+        self._mapping.prefault()
+
+    def mapping(self) -> tuple[int, int]:
+        """(address, bytes) of the whole mapping, for cudaHostRegister; unregister before `close`."""
+        return self._mapping.address, self._mapping.header.file_bytes
+
+    def close(self) -> None:
+        self._mapping.close()
+
+
+def remove_ring(path: str | Path) -> int:
+    """Removes a ring, whatever it holds, and what a killed worker left half-made. Returns the bytes freed.
+
+    Raises RingBusy if the owner is alive. Whoever calls it makes sure that the run's trainer is not.
+    """
+    path, freed = Path(path), 0
+    for name in (path, temporary_path(path)):
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            continue
+        try:
+            if not OfdLock(fd).acquire():
+                raise _busy(fd, path)
+            if _names(name, fd):
+                name.unlink()
+                freed += os.fstat(fd).st_blocks * 512
+        finally:
+            os.close(fd)
+    return freed
+
+
+def _names(path: Path, fd: int) -> bool:
+    """True if `path` is the file that `fd` has open."""
+    try:
+        there = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(fd))
+
+
+def _busy(fd: int, path: Path) -> RingBusy:
+    page = os.pread(fd, PAGE, 0)
+    pid = layout.decode_live(page).pid if len(page) == PAGE else 0
+    return RingBusy(f"{path} is held by pid {pid or 'unknown'}, which is alive: stop it or use another worker index")
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes the run's folder and its parents, 0700; modes of those that exist stay."""
+    try:
+        for parent in (*reversed(folder.parents), folder):
+            if not parent.exists():
+                parent.mkdir(mode=0o700, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError, FileExistsError) as error:
+        raise ConfigError(f"stream.ring_dir: {folder} cannot be made: {error.strerror}") from error
+
+
+def _adopt_or_make(path: Path, wanted: RingHeader, incarnation: int, deadline: float) -> _Mapping:
+    while True:
+        with ExitStack() as stack:
+            old, floor = _lock(path, deadline), 0
+            if old is not None:
+                stack.callback(os.close, old)
+                faults.point("ring.lock-taken")
+                mapping, floor = _adopt(old, path, wanted, incarnation)
+                if mapping is not None:
+                    stack.pop_all()
+                    return mapping
+            mapping = _make(path, wanted, incarnation, floor, replaces=old)  # the old lock covers the rename
+        if mapping is not None:
+            return mapping
+        if time.monotonic() >= deadline:
+            raise RingBusy(f"{path} is being made by another process: stop it or use another worker index")
+        time.sleep(0.02)
+
+
+def _lock(path: Path, deadline: float) -> int | None:
+    """A descriptor of the file that `path` names, its lock held; None if there is none. Raises RingBusy."""
+    while True:
+        try:
+            # Without O_CREAT, which fs.protected_regular refuses on another user's file in a sticky folder.
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise ConfigError(f"{path} is not a regular file: move it away") from error
+            raise
+        try:
+            if OfdLock(fd).acquire():
+                if _names(path, fd):
+                    return fd
+            elif time.monotonic() >= deadline:
+                raise _busy(fd, path)
+            else:
+                time.sleep(0.02)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _adopt(fd: int, path: Path, wanted: RingHeader, incarnation: int) -> tuple[_Mapping | None, int]:
+    """Takes over the locked file; or returns None, and the last sequence number used, if it is to be replaced.
+
+    Raises ConfigError for a file that must not be replaced: not a ring, or records of another fingerprint.
+    """
+    try:
+        header, live, slots = layout.read_ring(fd, path)
+    except RingForeign as error:
+        raise ConfigError(f"{path} is not a ring: move it away") from error
+    except RingInvalid:
+        return None, 0
+    if header.fingerprint != wanted.fingerprint:
+        ready = sum(slot.state is SlotState.READY for slot in slots)
+        if ready:
+            raise _other_fingerprint(path, wanted.fingerprint, header.fingerprint, ready)
+        return None, live.last_seq
+    if (header.slots, header.slot_bytes) != (wanted.slots, wanted.slot_bytes):
+        return None, live.last_seq
+    mapping = _Mapping(fd, header, path)
+    _own(mapping, incarnation)
+    mapping.words[layout.PRODUCED] = live.produced
+    for slot in slots:
+        if slot.state is SlotState.WRITING:
+            _restore(mapping, slot.index)
+    mapping.prefault()
+    return mapping, live.last_seq
+
+
+def _own(mapping: _Mapping, incarnation: int) -> None:
+    """Declares all earlier owners dead: what was assigned to them is free to go elsewhere."""
+    mapping.words[layout.PID] = os.getpid()
+    mapping.words[layout.INCARNATION] = incarnation
+
+
+def _restore(mapping: _Mapping, index: int) -> None:
+    """WRITING to FREE, by the producer's own word. The number is spent: LAST_SEQ has passed it."""
+    mapping.write(index, layout.SEQ, mapping.word(index, layout.COMMIT))
+
+
+def _other_fingerprint(path: Path, wanted: Fingerprint, found: Fingerprint, ready: int) -> ConfigError:
+    return ConfigError(
+        f"{path} holds {ready} records of another run file, dataset or target "
+        f"({'; '.join(wanted.differences(found))}): put that back, or drop the records with `paceline clean`"
+    )
+
+
+def _make(path: Path, wanted: RingHeader, incarnation: int, floor: int, *, replaces: int | None) -> _Mapping | None:
+    """A new ring at `path`, with sequence numbers above `floor`; None if another process is making one.
+
+    `replaces` is the locked descriptor of the file that it replaces, if there is one.
+    """
+    temporary = temporary_path(path)
+    with ExitStack() as stack:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o660)
+        stack.callback(os.close, fd)
+        if not OfdLock(fd).acquire() or not _names(temporary, fd):
+            return None
+        stack.callback(temporary.unlink)
+        if replaces is None and os.path.lexists(path):
+            return None
+        _allocate(fd, path, wanted)
+        faults.point("ring.half-made")
+        mapping = _Mapping(fd, wanted, path)
+        mapping.prefault()
+        # Microseconds since 1970: above whatever a ring of this name, even one long removed, has used.
+        mapping.words[layout.LAST_SEQ] = max(floor, time.time_ns() // 1000)
+        _own(mapping, incarnation)
+        temporary.rename(path)
+        stack.pop_all()
+        return mapping
+
+
+def _allocate(fd: int, path: Path, wanted: RingHeader) -> None:
+    """Reserves every byte of the file and writes its header. Raises ConfigError, before any write, if it can tell."""
+    os.ftruncate(fd, 0)  # a predecessor may have been killed here
+    free = _free_bytes(path.parent)
+    if free < wanted.file_bytes:
+        raise _no_room(path, wanted, free)
+    try:
+        os.posix_fallocate(fd, 0, wanted.file_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+            raise _no_room(path, wanted, _free_bytes(path.parent)) from error
+        raise
+    if os.fstat(fd).st_blocks * 512 < wanted.file_bytes:
+        raise ConfigError(f"stream.ring_dir: {path.parent} is on a file system that reserves no space; use a tmpfs")
+    os.pwrite(fd, layout.encode_header(wanted), 0)
+
+
+def _no_room(path: Path, wanted: RingHeader, free: int) -> ConfigError:
+    return ConfigError(
+        f"{path} needs {wanted.file_bytes} bytes and {free} are free: lower stream.slots ({wanted.slots}) or "
+        "stream.token_budget, clear stale rings with `paceline clean`, or enlarge the file system of stream.ring_dir"
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    """What can be written in `folder`; on a tmpfs that is no more than the memory that is left."""
+    system = os.statvfs(folder)
+    room = system.f_bavail * system.f_frsize if system.f_blocks else layout.WORD_LIMIT  # 0: a tmpfs without a limit
+    device = folder.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == name and rest.split()[0] == "tmpfs":
+            return min(room, _free_memory())
+    return room
+
+
+def _free_memory() -> int:
+    amounts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(amounts[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
