@@ -5,7 +5,7 @@ prompt of P tokens and a block of B slots:
 
     prefill: target(prompt) -> first token; its layers' outputs are the drafter's context
     repeat:  block = [last token, MASK × (B-1)]
-             drafter(states of the tokens accepted last, block)      appends their keys to its cache, proposes B-1 tokens
+             drafter(states of the tokens accepted last, block)      appends their keys to its cache, drafts B-1 tokens
              target([last token, proposals])                         one forward gives B next-token distributions
              accept the longest right prefix, add the target's own next token (the bonus), drop the rejected keys
 
@@ -28,9 +28,10 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from ..common.errors import ConfigError
+from ..common.target import find_parts
 from .drafter import ContextCache
 
 Proposals = Literal["greedy", "sampled"]
@@ -126,27 +127,24 @@ class Generation:
 class TargetDecoder:
     """The target, its key/value cache for one request, and taps on the layers that the drafter reads."""
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int] = ()) -> None:
         self.model = model
+        self.device = model.device
         self.layer_ids = list(layer_ids)
         self.length = 0
+        self._parts = find_parts(model)
         self._states: dict[int, Tensor] = {}
         self._cache, self._recording = new_target_cache(model)
         names = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # transformers before 5.24: the latter
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the embedding table, unscaled, as the drafter was trained on."""
-        table = cast(Any, self.model).get_input_embeddings().weight
-        return F.embedding(tokens, table)
+        return F.embedding(tokens, self._parts.embedding.weight)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return cast(Any, self.model).get_output_embeddings()(hidden)
+        return self._parts.head(hidden)
 
     def forward(self, tokens: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """Appends tokens [n] to the cache. Returns logits [n, V] (the last row only with `last_only`) and, where
@@ -154,7 +152,7 @@ class TargetDecoder:
         options = {self._cache_name: self._cache, "use_cache": True, "return_dict": True}
         options |= self._last_only if last_only else {}
         with self._taps():
-            output = cast(Any, self.model)(input_ids=tokens[None], **options)
+            output = self.model(input_ids=tokens[None], **options)
         self.length += tokens.shape[0]
         if not self.layer_ids:
             return output.logits[0], None
@@ -170,8 +168,7 @@ class TargetDecoder:
 
     @contextmanager
     def _taps(self) -> Iterator[None]:
-        layers = decoder_layers(self.model)
-        handles = [layers[i].register_forward_hook(self._tap(i)) for i in self.layer_ids]
+        handles = [self._parts.layers[i].register_forward_hook(self._tap(i)) for i in self.layer_ids]
         try:
             yield
         finally:
@@ -185,13 +182,13 @@ class TargetDecoder:
         return hook
 
 
-def new_target_cache(model: nn.Module) -> tuple[Any, bool]:
+def new_target_cache(model: PreTrainedModel) -> tuple[Any, bool]:
     """A cache that can be cropped, and whether it records the past to do so.
 
     Attention layers keep every key, sliding ones too (the model's masks apply the window). Layers with a recurrent
     state can only go back if the cache records it, which recent transformers do; else ConfigError.
     """
-    config = cast(Any, model).config.get_text_config(decoder=True)
+    config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
     if all("attention" in kind and "linear" not in kind for kind in kinds):
         return DynamicCache(), False
@@ -208,7 +205,7 @@ def new_target_cache(model: nn.Module) -> tuple[Any, bool]:
 @torch.inference_mode()
 def speculate(
     drafter: DraftModel,
-    model: nn.Module,
+    model: PreTrainedModel,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -249,7 +246,7 @@ def speculate(
 
 @torch.inference_mode()
 def plain(
-    model: nn.Module,
+    model: PreTrainedModel,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -289,7 +286,7 @@ class Replay:
 
 
 @torch.inference_mode()
-def replay(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Replay:
+def replay(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Replay:
     """Feeds `tokens` to the target one at a time, as plain decoding would. Where own == tokens throughout, they are
     the target's own greedy output (by induction), and the time is that of plain decoding."""
     target = TargetDecoder(model)
@@ -403,7 +400,3 @@ class _Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    return cast(Any, model).model.layers

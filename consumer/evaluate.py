@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..common.errors import ConfigError, UsageError
 from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, replay, speculate
@@ -188,7 +188,7 @@ def near_tie(gap: float, top: float, dtype: torch.dtype) -> bool:
 
 def evaluate_models(
     drafter: DraftModel,
-    model: nn.Module,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 128,
@@ -206,7 +206,7 @@ def evaluate_models(
         raise UsageError("block size must be 2 or more, the anchor included")
     if not prompts:
         raise UsageError("no prompts to evaluate on")
-    device, dtype = next((p.device, p.dtype) for p in model.parameters())
+    device, dtype = model.device, model.dtype
     tally = _Tally(size, dtype, sampling.greedy)
     # The first forwards of each kind pay for kernels and memory; without this the first prompt would carry that.
     warm = speculate(drafter, model, prompts[0], max_new_tokens=size + 1, sampling=sampling, block_size=size)
@@ -340,7 +340,7 @@ def prompt_ids(tokenizer: Any, prompts: Sequence[list[dict[str, Any]]]) -> list[
     return found
 
 
-def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     """Ids that end an answer: those of the model's generation config and the tokenizer's end token."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]

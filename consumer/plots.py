@@ -62,7 +62,9 @@ def draw_training(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapp
         right.plot([s for s, _ in known], _smooth([t for _, t in known]), color=COLOURS[0], label="tau, training rows")
     for key, colour in (("tau", COLOURS[1]), ("tau_chain", COLOURS[2])):
         known = [(row["step"], row[key]) for row in evaluations if key in row]
-        right.plot([s for s, _ in known], [t for _, t in known], marker="o", color=colour, label=f"{key}, held-out rows")
+        right.plot(
+            [s for s, _ in known], [t for _, t in known], marker="o", color=colour, label=f"{key}, held-out rows"
+        )
     right.set(title="Expected acceptance length", xlabel="step", ylabel="tokens, bonus token counted")
     right.legend(frameon=False, fontsize=8)
     _save(figure, path)

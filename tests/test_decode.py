@@ -1,26 +1,28 @@
 """Speculative decoding: lossless, aligned, and equal to the target alone."""
 
+from typing import Any, cast
+
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
-
 from paceline.common.errors import ConfigError
-from paceline.consumer.decode import Sampling, accept_sampled, plain, replay, speculate
+from paceline.common.target import find_parts
+from paceline.consumer.decode import Proposals, Sampling, accept_sampled, plain, replay, speculate
 from paceline.consumer.drafter import ContextCache
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
 VOCAB = 97
-SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    initializer_range=0.2,
-)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),
     "qwen3": Qwen3Config(**SMALL),
@@ -28,13 +30,13 @@ CONFIGS = {
 }
 
 
-def tiny(kind: str) -> nn.Module:
+def tiny(kind: str) -> PreTrainedModel:
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
 
 
 @pytest.fixture(params=CONFIGS)
-def target(request: pytest.FixtureRequest) -> nn.Module:
+def target(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny(request.param)
 
 
@@ -50,12 +52,12 @@ class Oracle:
     """Proposes a known continuation with chosen positions wrong, and checks every state it is given against one
     independent forward over the whole sequence. Good for one request."""
 
-    def __init__(self, model: nn.Module, sequence: list[int], wrong: set[int]) -> None:
+    def __init__(self, model: PreTrainedModel, sequence: list[int], wrong: set[int]) -> None:
         self.config = Shape(6, [0, 2, 3])
         self.sequence, self.wrong, self.seen = sequence, wrong, 0
         self.want = torch.cat(states(model, sequence, self.config.target_layer_ids), -1)
-        self.head = model.get_output_embeddings().weight
-        self.table = model.get_input_embeddings().weight
+        self.head = find_parts(model).head.weight
+        self.table = find_parts(model).embedding.weight
 
     def draft(self, block_embeds: Tensor, features: Tensor, cache: ContextCache) -> Tensor:
         start, anchor = self.seen, self.seen + features.shape[1]
@@ -74,13 +76,11 @@ class Oracle:
         return (token + 1) % VOCAB if position in self.wrong else token
 
 
-def states(model: nn.Module, sequence: list[int], layer_ids: list[int]) -> list[Tensor]:
+def states(model: PreTrainedModel, sequence: list[int], layer_ids: list[int]) -> list[Tensor]:
     """Outputs [T, H] of the layers in one forward without a cache."""
     found = {}
-    hooks = [
-        model.model.layers[i].register_forward_hook(lambda _m, _a, out, i=i: found.update({i: out}))
-        for i in layer_ids
-    ]
+    layers = find_parts(model).layers
+    hooks = [layers[i].register_forward_hook(lambda _m, _a, out, i=i: found.update({i: out})) for i in layer_ids]
     with torch.no_grad():
         model(torch.tensor([sequence]), use_cache=False)
     for hook in hooks:
@@ -91,18 +91,18 @@ def states(model: nn.Module, sequence: list[int], layer_ids: list[int]) -> list[
 PROMPT = [5, 9, 23, 4, 61, 8, 90, 33, 12, 50, 2]
 
 
-def own_output(model: nn.Module, count: int) -> list[int]:
-    generated = model.generate(
+def own_output(model: PreTrainedModel, count: int) -> list[int]:
+    generated = cast(Any, model).generate(
         torch.tensor([PROMPT]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return generated[0, len(PROMPT) :].tolist()
 
 
-def test_plain_equals_generate(target: nn.Module) -> None:
+def test_plain_equals_generate(target: PreTrainedModel) -> None:
     assert plain(target, PROMPT, max_new_tokens=40).tokens == own_output(target, 40)
 
 
-def test_speculative_greedy_equals_generate_and_states_are_the_targets(target: nn.Module) -> None:
+def test_speculative_greedy_equals_generate_and_states_are_the_targets(target: PreTrainedModel) -> None:
     own = own_output(target, 40)
     wrong = {len(PROMPT) + i for i in (2, 3, 9, 17, 18, 19, 30)}
     drafter = Oracle(target, PROMPT + own, wrong)
@@ -155,7 +155,7 @@ def test_replay_finds_every_foreign_token() -> None:
 
 
 @pytest.mark.parametrize("proposals", ["greedy", "sampled"])
-def test_rejection_sampling_keeps_the_targets_distribution(proposals: str) -> None:
+def test_rejection_sampling_keeps_the_targets_distribution(proposals: Proposals) -> None:
     draw = torch.Generator().manual_seed(0)
     p = torch.tensor([[0.5, 0.2, 0.3, 0.0], [0.1, 0.1, 0.1, 0.7]])
     q = torch.tensor([[0.2, 0.2, 0.1, 0.5]])
@@ -179,7 +179,7 @@ def test_equal_distributions_accept_everything() -> None:
 
 
 @pytest.mark.parametrize("proposals", ["greedy", "sampled"])
-def test_sampled_decoding_is_seeded_and_follows_the_target(proposals: str) -> None:
+def test_sampled_decoding_is_seeded_and_follows_the_target(proposals: Proposals) -> None:
     model = tiny("qwen3")
     sampling = Sampling(temperature=1.0, proposals=proposals, seed=7)
     runs = []
@@ -195,9 +195,9 @@ def test_sampled_decoding_is_seeded_and_follows_the_target(proposals: str) -> No
 class Loose:
     """Drafts from its context alone: the last state given, for every slot."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.config = Shape(4, [3])
-        self.norm = model.model.norm
+        self.norm = find_parts(model).norm
 
     def draft(self, block_embeds: Tensor, features: Tensor, cache: ContextCache) -> Tensor:
         return self.norm(features[:, -1:]).expand(1, block_embeds.shape[1], -1)

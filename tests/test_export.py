@@ -2,65 +2,65 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from dflash import model as zlab
-from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-
 from paceline.common.batch import Kind
 from paceline.common.errors import ConfigError, UsageError
+from paceline.common.target import find_parts
 from paceline.consumer.checkpoint import CheckpointState, write_checkpoint
 from paceline.consumer.decode import speculate
 from paceline.consumer.drafter import ContextCache, Drafter, DrafterConfig, attend_one_block, init_drafter
 from paceline.consumer.export import drafter_target, export, load_drafter
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 VOCAB = 61
-SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    initializer_range=0.2,
-    rope_theta=50_000.0,
-)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "rope_theta": 50_000.0,
+}
 PROMPT = [5, 9, 23, 4, 60, 8, 30, 33, 12, 50, 2]
 ANSWER = 36
 
 
-def target(kind: str) -> nn.Module:
+def target(kind: str) -> PreTrainedModel:
     torch.manual_seed(5)
     config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**SMALL)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def config(**changes) -> DrafterConfig:
-    values = dict(
-        block_size=5,
-        mask_token_id=1,
-        target_layer_ids=(1, 3),
-        num_target_layers=6,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        rope_theta=1_000_000.0,
-        max_position_embeddings=256,
-        dtype="float32",
-        bos_token_id=0,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
+    values: dict[str, Any] = {
+        "block_size": 5,
+        "mask_token_id": 1,
+        "target_layer_ids": (1, 3),
+        "num_target_layers": 6,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 256,
+        "dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "initializer_range": 0.2,
+    }
     return DrafterConfig(**values | changes)
 
 
@@ -94,11 +94,11 @@ def cpu_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zlab, "_cuda_time", lambda: 0.0)
 
 
-def zlab_lengths(drafter: zlab.DFlashDraftModel, model: nn.Module, limit: int, stops: list[int]):
+def zlab_lengths(drafter: zlab.DFlashDraftModel, model: PreTrainedModel, limit: int, stops: list[int]):
     found = zlab.dflash_generate(
         drafter.eval(),
         model,
-        torch.tensor([PROMPT]),
+        cast(torch.LongTensor, torch.tensor([PROMPT])),
         max_new_tokens=limit,
         stop_token_ids=stops or None,
         return_stats=True,
@@ -106,13 +106,15 @@ def zlab_lengths(drafter: zlab.DFlashDraftModel, model: nn.Module, limit: int, s
     return found.output_ids[0, len(PROMPT) :].tolist(), found.acceptance_lengths
 
 
-def taught(model: nn.Module, steps: int) -> Drafter:
-    """A drafter overfitted to the target's greedy answer to PROMPT: one full-batch step after another over every anchor,
-    with the states of one forward of the target."""
+def taught(model: PreTrainedModel, steps: int) -> Drafter:
+    """A drafter overfitted to the target's greedy answer to PROMPT, with every anchor in each step."""
     with torch.no_grad():
-        answer = model.generate(torch.tensor([PROMPT]), max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
+        answer = cast(Any, model).generate(
+            torch.tensor([PROMPT]), max_new_tokens=ANSWER, do_sample=False, eos_token_id=None
+        )
         hidden = model(answer, output_hidden_states=True).hidden_states
-    tokens, table, head = answer[0], model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    parts = find_parts(model)
+    tokens, table, head = answer[0], parts.embedding.weight, parts.head.weight
     drafter = init_drafter(config(), seed=2)
     shape = drafter.config
     features = torch.cat([hidden[i + 1][0] for i in shape.target_layer_ids], -1)
@@ -124,7 +126,9 @@ def taught(model: nn.Module, steps: int) -> Drafter:
             slots = min(shape.block_size, len(tokens) - anchor)
             block = torch.tensor([int(tokens[anchor]), *[shape.mask_token_id] * (slots - 1)])
             before = [(keys[:, :anchor], values[:, :anchor]) for keys, values in context]
-            found = drafter.decode(table[block].detach(), torch.arange(anchor, anchor + slots), before, attend_one_block)
+            found = drafter.decode(
+                table[block].detach(), torch.arange(anchor, anchor + slots), before, attend_one_block
+            )
             loss = loss + functional.cross_entropy(found[1:] @ head.T.detach(), tokens[anchor + 1 : anchor + slots])
         optimizer.zero_grad()
         loss.backward()
@@ -233,7 +237,11 @@ def test_wrong_tensors_are_named(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(ConfigError) as caught:
         load_drafter(made.folder, dtype=torch.float32)
-    for said in ("norm.weight is missing", "model.norm.weight is unexpected", "fc.weight has shape [32, 32], not [32, 64]"):
+    for said in (
+        "norm.weight is missing",
+        "model.norm.weight is unexpected",
+        "fc.weight has shape [32, 32], not [32, 64]",
+    ):
         assert said in str(caught.value)
 
 
