@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .errors import PacelineError
 from .ring_layout import WORD_LIMIT, pages
 
-Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LAST_HIDDEN = ("none", "before_norm")

@@ -134,8 +134,9 @@ class _Mapping:
         """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
         if self.view[: layout.STATIC_BYTES] != self.static:
             raise RingInvalid(f"{self.path}: header changed")
+        counted = int(self.words[layout.PRODUCED])  # before the table, and the last number after it: see read_ring
         words = layout.at_rest(self.table.tolist, self.path)
-        last_seq, counted = (int(word) for word in self.words[[layout.LAST_SEQ, layout.PRODUCED]])
+        last_seq = int(self.words[layout.LAST_SEQ])
         views = layout.decode_slots(words, last_seq, self.header.slot_bytes, self.path)
         return views, layout.produced(words, counted)
 

@@ -70,7 +70,7 @@ class SlotState(Enum):
 class SlotView(NamedTuple):
     """One slot as it was at one moment. `batch`, `length`, `checksum` and `committed_at_ns` hold for READY slots."""
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] (of tuple.index, which nobody calls)
     seq: int
     commit: int
     taken: int  # incarnation of the trainer that holds the record, else 0
@@ -229,12 +229,15 @@ def read_ring(fd: int, path: Path) -> RingRead:
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode):
         raise RingForeign(f"{path}: not a regular file")
-    header = decode_header(os.pread(fd, PAGE, 0), about.st_size, path)
+    page = os.pread(fd, PAGE, 0)
+    header = decode_header(page, about.st_size, path)
     if about.st_blocks * 512 < header.file_bytes:
         raise RingInvalid(f"{path}: not allocated in full")
     words = at_rest(lambda: list(memoryview(os.pread(fd, header.table_bytes, TABLE_OFFSET)).cast("Q")), path)
     live = decode_live(os.pread(fd, PAGE, 0))
-    live = live._replace(produced=produced(words, live.produced))
+    # The count from before the table and the last number from after it: a record that is committed meanwhile is
+    # neither counted as consumed nor called out of sequence.
+    live = live._replace(produced=produced(words, decode_live(page).produced))
     return RingRead(header, live, decode_slots(words, live.last_seq, header.slot_bytes, path))
 
 

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -33,40 +32,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from ..common.errors import ConfigError
 from ..common.runfile import RunFile
+from ..common.target_info import TargetInfo
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 ContextKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [kv heads, T, D], keys after RoPE
 Rope = tuple[Tensor, Tensor]  # cosines and sines, each [positions, 1, D]
-
-
-class TargetFacts(Protocol):
-    """What the drafter's shape takes from the target (`common.target_info.TargetInfo` has it)."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def bos_token_id(self) -> "int | Sequence[int] | None": ...
-    @property
-    def eos_token_id(self) -> "int | Sequence[int] | None": ...
 
 
 class Attend(Protocol):
@@ -116,16 +87,15 @@ class DrafterConfig:
         _check_config(self)
 
     @classmethod
-    def from_target(cls, info: TargetFacts, run: RunFile, layer_ids: Sequence[int]) -> "DrafterConfig":
+    def from_target(cls, info: TargetInfo, run: RunFile, layer_ids: Sequence[int]) -> "DrafterConfig":
         """The drafter of a run file: the target's widths, heads and plain RoPE; layers and block size of the run.
 
         Never takes M-RoPE or partial_rotary_factor from the target: engines serve a drafter with plain RoPE.
         Raises ConfigError when drafter.mask_token_id is missing or unusable.
         """
-        mask_token_id = check_mask_token(run.drafter.mask_token_id, info)
         return cls(
             block_size=run.drafter.block_size,
-            mask_token_id=mask_token_id,
+            mask_token_id=check_mask_token(run.drafter.mask_token_id, info),
             target_layer_ids=tuple(layer_ids),
             num_target_layers=info.num_layers,
             hidden_size=info.hidden_size,
@@ -139,8 +109,8 @@ class DrafterConfig:
             rope_theta=float(info.rope_theta),
             max_position_embeddings=info.max_position_embeddings,
             hidden_act=run.drafter.hidden_act,
-            bos_token_id=next(iter(_ids(info.bos_token_id)), None),
-            eos_token_id=_one_or_many(info.eos_token_id),
+            bos_token_id=info.bos_token_id,
+            eos_token_id=info.eos_token_id,
             dtype=run.trainer.dtype,
         )
 
@@ -251,7 +221,7 @@ def _check_config(config: DrafterConfig) -> None:
 
 def check_mask_token(
     mask_token_id: int | None,
-    info: TargetFacts,
+    info: TargetInfo,
     *,
     pad_token_id: int | None = None,
     used_token: Callable[[int], bool] | None = None,
@@ -269,23 +239,32 @@ def check_mask_token(
     if not 0 <= mask_token_id < info.vocab_size:
         raise ConfigError(f"{what} is outside the target's {info.vocab_size} embedding rows: {advice}")
     taken = {"bos": info.bos_token_id, "eos": info.eos_token_id, "pad": pad_token_id}
-    for name, ids in taken.items():
-        if mask_token_id in _ids(ids):
+    for name, special in taken.items():
+        if mask_token_id == special:
             raise ConfigError(f"{what} is the target's {name} token: {advice}")
     if used_token is not None and used_token(mask_token_id):
         raise ConfigError(f"{what} occurs in the data: {advice}")
     return mask_token_id
 
 
-def _ids(ids: "int | Sequence[int] | None") -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+def pad_token_id(folder: Path) -> int | None:
+    """The pad token of a target's folder: its config's, else its tokenizer's; None when neither names one."""
+    config = _json(folder / "config.json")
+    found = config.get("pad_token_id", (config.get("text_config") or {}).get("pad_token_id"))
+    token = _json(folder / "tokenizer_config.json").get("pad_token")
+    if found is None and token is not None:
+        text = token.get("content") if isinstance(token, dict) else token
+        added = _json(folder / "tokenizer.json").get("added_tokens", [])
+        found = next((entry["id"] for entry in added if entry["content"] == text), None)
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _one_or_many(ids: "int | Sequence[int] | None") -> "int | tuple[int, ...] | None":
-    several = _ids(ids)
-    return several[0] if len(several) == 1 else several or None
+    return ids if ids is None or isinstance(ids, int) else tuple(ids)
 
 
 class PlainRope(Qwen3RotaryEmbedding):
@@ -437,7 +416,7 @@ class Drafter(nn.Module):
         Same numbers as the training forward of that anchor.
         """
         start = cache.length
-        if features.shape[1]:
+        if features.shape[1] or not cache.length:
             new = torch.arange(start, start + features.shape[1], device=features.device)
             cache.append(self.project_context(features[0], new))
         positions = torch.arange(cache.length, cache.length + block_embeds.shape[1], device=block_embeds.device)
@@ -494,6 +473,7 @@ def init_drafter(
     return drafter
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LAYER_TENSORS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
@@ -505,6 +485,7 @@ LAYER_TENSORS = (
     "mlp.up_proj.weight",
     "mlp.down_proj.weight",
 )
+COPYABLE = ("llama", "mistral", "qwen3")  # model types whose layers a Qwen3 layer can take over
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")  # absent in Llama and others without them
 
 
@@ -514,13 +495,37 @@ def target_tensor_names(config: DrafterConfig) -> list[str]:
     return ["norm.weight", *(f"layers.{i}.{name}" for i in last for name in LAYER_TENSORS + HEAD_NORMS)]
 
 
+def read_target_tensors(info: TargetInfo, config: DrafterConfig) -> dict[str, Tensor]:
+    """The tensors of `target_tensor_names` from the target's safetensors files; nothing else is read.
+
+    Raises ConfigError for a target whose layers are not Qwen3's in all but the head norms (Gemma's norms scale by
+    1 + w, Qwen2's projections have biases), and for one without safetensors files.
+    """
+    how = 'use drafter.init_from = "random"'
+    if info.model_type not in COPYABLE:
+        raise ConfigError(
+            f'drafter.init_from = "target": layers of a {info.model_type} target are of another kind; {how}'
+        )
+    names = target_tensor_names(config)
+    found: dict[str, Tensor] = {}
+    for file in sorted(Path(info.path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (no mapping)
+                name = key.removeprefix("model.")
+                if name in names:
+                    found[name] = tensors.get_tensor(key)
+    if not found:
+        raise ConfigError(f'drafter.init_from = "target": no decoder layers in {info.path}/*.safetensors; {how}')
+    return found
+
+
 @torch.no_grad()
 def copy_from_target(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
     """Starts a drafter from its target: the last n decoder layers, the final norm, and features of the last tap alone.
 
     tensors: by `target_tensor_names`, in any float dtype. fc starts as the identity on the last recorded layer.
-    hidden_norm starts as the mean of the copied layers' input norms: in the target k_proj and v_proj read states after that
-    norm, which the drafter's context skips. ConfigError names a tensor that is missing or of another shape.
+    hidden_norm starts as the mean of the copied layers' input norms: in the target k_proj and v_proj read states after
+    that norm, which the drafter's context skips. ConfigError names a tensor that is missing or of another shape.
     """
     config = drafter.config
     if config.num_hidden_layers > config.num_target_layers:
@@ -538,39 +543,17 @@ def copy_from_target(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
     _copy(drafter.norm.weight, tensors, "norm.weight")
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
-    input_norms = [parameters[f"layers.{i}.input_layernorm.weight"] for i in range(config.num_hidden_layers)]
+    input_norms: list[Tensor] = [
+        parameters[f"layers.{i}.input_layernorm.weight"] for i in range(config.num_hidden_layers)
+    ]
     drafter.hidden_norm.weight.copy_(torch.stack(input_norms).mean(0))
 
 
 def _copy(parameter: Tensor, tensors: Mapping[str, Tensor], name: str) -> None:
     source = tensors.get(name)
-    if source is None or source.shape != parameter.shape:
-        found = "is missing" if source is None else f"has shape {list(source.shape)}, not {list(parameter.shape)}"
+    if source is None or source.shape != parameter.shape or source.dtype not in FLOATS:
+        found = (
+            "is missing" if source is None else f"is {list(source.shape)} {source.dtype}, not {list(parameter.shape)}"
+        )
         raise ConfigError(f'drafter.init_from = "target": the target\'s {name} {found}; use init_from = "random"')
     parameter.copy_(source)
-
-
-def load_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Drafter:
-    """A drafter from a folder with config.json and model.safetensors (z-lab's format; our checkpoints have both).
-
-    Strict: ConfigError lists missing and unexpected tensors, and those of another shape.
-    """
-    config = DrafterConfig.load(folder)
-    path = folder / "model.safetensors"
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: unreadable drafter weights ({error})") from error
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in Drafter(config).state_dict().items()}
-    wrong = sorted(
-        [f"{name} missing" for name in expected.keys() - tensors.keys()]
-        + [f"{name} unexpected" for name in tensors.keys() - expected.keys()]
-        + [f"{name} has shape {list(tensors[name].shape)}" for name in expected.keys() & tensors.keys()
-           if tensors[name].shape != expected[name]]
-    )  # fmt: skip
-    if wrong:
-        raise ConfigError(f"{path} does not fit its config.json: {'; '.join(wrong[:5])}")
-    drafter = Drafter(config)
-    drafter.load_state_dict(tensors)
-    return drafter.to(device=device, dtype=dtype)
