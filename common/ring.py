@@ -14,7 +14,8 @@ The file is made under a temporary name, allocated and pre-faulted in full, and 
 no half-made ring, and no SIGBUS later. A restarted worker adopts its ring after checking every field. A ring that
 cannot be adopted is replaced by a new file with a new id and higher sequence numbers, never written over.
 
-Neither class is thread-safe, and neither may cross a fork. Data is read and written through `memoryview`s of the
+Neither class is thread-safe, but `RingReader`'s `take`, `holds` and `release` may be called from several threads for
+different slots. Neither may cross a fork. Data is read and written through `memoryview`s of the
 mapping; drop them before `close`, which else leaves the mapping to the garbage collector.
 """
 
@@ -134,10 +135,10 @@ class _Mapping:
         """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
         if self.view[: layout.STATIC_BYTES] != self.static:
             raise RingInvalid(f"{self.path}: header changed")
-        counted = int(self.words[layout.PRODUCED])  # before the table, and the last number after it: see read_ring
-        words = layout.at_rest(self.table.tolist, self.path)
-        last_seq = int(self.words[layout.LAST_SEQ])
-        views = layout.decode_slots(words, last_seq, self.header.slot_bytes, self.path)
+        counted = int(self.words[layout.PRODUCED])
+        words, views = layout.read_table(
+            self.table.tolist, lambda: int(self.words[layout.LAST_SEQ]), self.header.slot_bytes, self.path
+        )
         return views, layout.produced(words, counted)
 
     def holds(self, index: int, seq: int) -> bool:
@@ -213,16 +214,16 @@ class Ring:
         path = Path(path)
         if not 0 < slots <= layout.MAX_SLOTS:
             raise ConfigError(f"stream.slots is {slots}; a ring has 1 to {layout.MAX_SLOTS} slots")
-        if path.name != f"{worker}.ring":
-            raise ValueError(f"{path} cannot be the ring of worker {worker!r}")
+        if path.name != f"{worker}.ring" or slot_bytes <= 0:
+            raise ValueError(f"{path} cannot be the ring of worker {worker!r} with slots of {slot_bytes} bytes")
         incarnation = secrets.randbelow(layout.WORD_LIMIT - 1) + 1
         ring_id = secrets.randbelow(layout.WORD_LIMIT - 1) + 1
         wanted = RingHeader(ring_id, worker, fingerprint, slots, pages(slot_bytes), layout.boot_id())
         try:
             _make_folder(path.parent)
             mapping = _adopt_or_make(path, wanted, incarnation, time.monotonic() + patience)
-        except PermissionError as error:
-            raise ConfigError(f"{error.filename or path}: permission denied; another user's ring?") from error
+        except OSError as error:
+            raise ConfigError(f"stream.ring_dir: {error.filename or path}: {error.strerror}") from error
         mapping.write_device(device)
         return cls(mapping, incarnation)
 
@@ -316,7 +317,7 @@ class RingReader:
     def open(cls, path: str | Path) -> "RingReader":
         """Maps the ring after checking all its fields. Raises RingInvalid with the reason, or OSError."""
         path = Path(path)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = _open(path)
         try:
             mapping = _Mapping(fd, layout.read_ring(fd, path).header, path)
         except BaseException:
@@ -327,10 +328,11 @@ class RingReader:
     def scan(self) -> RingScan:
         """Every slot and whether the owner lives. Raises RingInvalid if the ring has been damaged.
 
-        The owner is proven dead before the slots are read, so that what a dead owner committed is seen.
+        Incarnation, lock and slots are read in that order: `alive` false proves that this incarnation is dead, and all
+        that it committed is then in `slots`. (`alive` true may be a successor that has yet to write its own.)
         """
         mapping = self._mapping
-        alive, live = self.probe(), mapping.live()
+        live, alive = mapping.live(), self.probe()
         slots, produced = mapping.slots()
         return RingScan(
             worker=self.worker,
@@ -429,23 +431,47 @@ class RingReader:
 def remove_ring(path: str | Path) -> int:
     """Removes a ring, whatever it holds, and what a killed worker left half-made. Returns the bytes freed.
 
-    Raises RingBusy if the owner is alive. Whoever calls it makes sure that the run's trainer is not.
+    Raises RingBusy if the owner is alive, RingForeign for a file that never was a ring. The caller makes sure that no
+    trainer of the run is alive.
     """
     path, freed = Path(path), 0
     for name in (path, temporary_path(path)):
         try:
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = _open(name)
         except FileNotFoundError:
             continue
         try:
             if not OfdLock(fd).acquire():
                 raise _busy(fd, path)
             if _names(name, fd):
+                _refuse_foreign(fd, name)
                 name.unlink()
                 freed += os.fstat(fd).st_blocks * 512
         finally:
             os.close(fd)
     return freed
+
+
+def _refuse_foreign(fd: int, path: Path) -> None:
+    """Raises RingForeign for a file that never was a ring."""
+    try:
+        layout.read_ring(fd, path)
+    except RingForeign:
+        raise
+    except RingInvalid:
+        return
+
+
+def _open(path: Path) -> int:
+    """Raises FileNotFoundError, RingForeign for what is no regular file, or another OSError."""
+    try:
+        # Without O_CREAT, which fs.protected_regular refuses on another user's file in a sticky folder.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise RingForeign(f"{path}: not a regular file") from error
+        raise
+    return fd
 
 
 def _names(path: Path, fd: int) -> bool:
@@ -465,12 +491,9 @@ def _busy(fd: int, path: Path) -> RingBusy:
 
 def _make_folder(folder: Path) -> None:
     """Makes the run's folder and its parents, 0700; modes of those that exist stay."""
-    try:
-        for parent in (*reversed(folder.parents), folder):
-            if not parent.exists():
-                parent.mkdir(mode=0o700, exist_ok=True)
-    except (FileNotFoundError, NotADirectoryError, FileExistsError) as error:
-        raise ConfigError(f"stream.ring_dir: {folder} cannot be made: {error.strerror}") from error
+    for parent in (*reversed(folder.parents), folder):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
 
 
 def _adopt_or_make(path: Path, wanted: RingHeader, incarnation: int, deadline: float) -> _Mapping:
@@ -496,14 +519,11 @@ def _lock(path: Path, deadline: float) -> int | None:
     """A descriptor of the file that `path` names, its lock held; None if there is none. Raises RingBusy."""
     while True:
         try:
-            # Without O_CREAT, which fs.protected_regular refuses on another user's file in a sticky folder.
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = _open(path)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise ConfigError(f"{path} is not a regular file: move it away") from error
-            raise
+        except RingForeign as error:
+            raise ConfigError(f"{error}: move it away") from error
         try:
             if OfdLock(fd).acquire():
                 if _names(path, fd):
@@ -526,7 +546,7 @@ def _adopt(fd: int, path: Path, wanted: RingHeader, incarnation: int) -> tuple[_
     try:
         header, live, slots = layout.read_ring(fd, path)
     except RingForeign as error:
-        raise ConfigError(f"{path} is not a ring: move it away") from error
+        raise ConfigError(f"{error}: move it away") from error
     except RingInvalid:
         return None, 0
     if header.fingerprint != wanted.fingerprint:

@@ -12,6 +12,7 @@ mmap of a sparse tmpfs file allocates pages; nothing here imports numpy or mmap,
 import os
 import stat
 import struct
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ TABLE_OFFSET = PAGE
 WORKER_BYTES = 64
 WORD_LIMIT = 2**63
 _READS = 1000  # readings of a table before it is called unstable
+_RETRIES = 2  # before a table is called damaged
 
 # Word indices into page 0.
 OWNER_WORDS = 64
@@ -139,9 +141,15 @@ def boot_id() -> bytes:
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
-def ring_paths(folder: str | Path) -> list[Path]:
-    """The ring files of a run's folder, by worker ("w2" before "w10"); [] if it is not there."""
-    return sorted(Path(folder).glob("*.ring"), key=lambda path: (len(path.name), path.name))
+def ring_paths(folder: str | Path, *, half_made: bool = False) -> list[Path]:
+    """The ring files of a run's folder, by worker ("w2" before "w10"); [] if it is not there.
+
+    `half_made`: those too of which there is only the temporary file that a killed worker left.
+    """
+    paths = set(Path(folder).glob("*.ring"))
+    if half_made:
+        paths |= {path.with_suffix("") for path in Path(folder).glob("*.ring.tmp")}
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def temporary_path(path: Path) -> Path:
@@ -233,19 +241,43 @@ def read_ring(fd: int, path: Path) -> RingRead:
     header = decode_header(page, about.st_size, path)
     if about.st_blocks * 512 < header.file_bytes:
         raise RingInvalid(f"{path}: not allocated in full")
-    words = at_rest(lambda: list(memoryview(os.pread(fd, header.table_bytes, TABLE_OFFSET)).cast("Q")), path)
-    live = decode_live(os.pread(fd, PAGE, 0))
-    # The count from before the table and the last number from after it: a record that is committed meanwhile is
-    # neither counted as consumed nor called out of sequence.
-    live = live._replace(produced=produced(words, decode_live(page).produced))
-    return RingRead(header, live, decode_slots(words, live.last_seq, header.slot_bytes, path))
+    words, slots = read_table(
+        lambda: list(memoryview(os.pread(fd, header.table_bytes, TABLE_OFFSET)).cast("Q")),
+        lambda: decode_live(os.pread(fd, PAGE, 0)).last_seq,
+        header.slot_bytes,
+        path,
+    )
+    # The count is from before the table: a record that is committed meanwhile does not pass for a consumed one.
+    counted = decode_live(page).produced
+    live = decode_live(os.pread(fd, PAGE, 0))._replace(produced=produced(words, counted))
+    return RingRead(header, live, slots)
 
 
-def at_rest(read: Callable[[], list[int]], path: Path) -> list[int]:
-    """The words that `read` returned twice in a row: no writer was half-way, as no word takes a value again."""
-    words = read()
+def read_table(
+    read_words: Callable[[], list[int]], read_last_seq: Callable[[], int], slot_bytes: int, path: Path
+) -> tuple[list[int], list[SlotView]]:
+    """The table's words at one moment and what they say. Raises RingInvalid if they are damaged.
+
+    Words that a processor with weak ordering shows too early get their chance to settle before they are called damaged.
+    """
+
+    def once() -> tuple[list[int], list[SlotView]]:
+        words = _at_rest(read_words, path)
+        return words, decode_slots(words, read_last_seq(), slot_bytes, path)
+
+    for _ in range(_RETRIES):
+        try:
+            return once()
+        except RingInvalid:
+            time.sleep(0.001)
+    return once()
+
+
+def _at_rest(read_words: Callable[[], list[int]], path: Path) -> list[int]:
+    """The words that were read twice in a row: no writer was half-way, as no slot takes up a number again."""
+    words = read_words()
     for _ in range(_READS):
-        again = read()
+        again = read_words()
         if words == again:
             return words
         words = again
@@ -258,7 +290,7 @@ def line_check(seq: int, batch: int, length: int, checksum: int, committed_at: i
 
 
 def decode_slots(words: Sequence[int], last_seq: int, slot_bytes: int, path: Path) -> list[SlotView]:
-    """The slots of a table at rest (read twice, equal). `last_seq` was read after it. Raises RingInvalid."""
+    """The slots of a table at rest; `last_seq` was read after it. Raises RingInvalid."""
     views = [
         _decode_slot(index, words[index * SLOT_WORDS : (index + 1) * SLOT_WORDS], last_seq, slot_bytes, path)
         for index in range(len(words) // SLOT_WORDS)

@@ -68,6 +68,11 @@ class DataSettings(Section):
     supervise: Literal["all", "last"] = Field(
         "all", description="Which assistant turns are supervised: every one, or the last only"
     )
+    thinking: bool | None = Field(
+        None,
+        description="Passed to the chat template as enable_thinking: the mode that will be served. Default: the "
+        "template's own",
+    )
     held_out: NonNegativeInt = Field(64, description="Rows set aside for evaluation, drawn by seed, never trained on")
 
 
@@ -387,12 +392,12 @@ def _where(key: str, path: Path, lines: dict[str, int], given: Mapping[str, _Ove
 def suggest(key: str) -> str:
     """The known key most like `key`, as a phrase to append to a message; empty if none is near."""
     known = keys()
-    last = {name: name.rpartition(".")[2] for name in known}
-    near = difflib.get_close_matches(key, known, 1, 0.75)
-    near = near or [name for name, tail in last.items() if tail == key.rpartition(".")[2]]
+    tail = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == tail]  # the right key in the wrong table
+    near = difflib.get_close_matches(key, same, 1, 0.0) or difflib.get_close_matches(key, known, 1, 0.75)
     if not near:
-        tails = difflib.get_close_matches(key.rpartition(".")[2], last.values(), 1, 0.75)
-        near = [name for name, tail in last.items() if tail in tails]
+        tails = difflib.get_close_matches(tail, [name.rpartition(".")[2] for name in known], 1, 0.75)
+        near = [name for name in known if name.rpartition(".")[2] in tails]
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -189,6 +189,20 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 
+def compute_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
+    """The dtype to compute in: `dtype`, or float32 where the CPU has no fast half-precision matmul.
+
+    Without AVX-512 or better, PyTorch's bfloat16 matmul is 5 to 10 times slower than float32 (measured on an EPYC with
+    AVX2: 5 against 40 GFLOP/s). Weights keep the values `dtype` gives them; states are rounded to it when recorded.
+    """
+    dtype, device = as_dtype(dtype), torch.device(device)
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    ops = torch.ops.mkldnn
+    fast = ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
+    return dtype if fast else torch.float32
+
+
 def _load(
     folder: Path, dtype: str | torch.dtype, trust_remote_code: bool, *, config: Any = None, need_head: bool = True
 ) -> PreTrainedModel:
@@ -374,6 +388,7 @@ class Target:
     ) -> "Target":
         """Loads the decoder of a folder, GGUF file or hub id, with layers 0 to `last_layer` (all of them if None).
 
+        Weights are rounded to `dtype`; it computes in `compute_dtype(dtype, device)`, which states come out in.
         The model is read whole before layers are dropped, since some depend on how many there are. Runs rows alone
         until `self_check()` finds a faster way. Raises ConfigError.
         """
@@ -387,7 +402,7 @@ class Target:
             del parts.layers[last_layer + 1 :]
         device = torch.device(device)
         try:
-            decoder = parts.decoder.to(device)  # pyright: ignore[reportArgumentType]
+            decoder = parts.decoder.to(device, compute_dtype(dtype, device))  # pyright: ignore[reportArgumentType]
         except torch.OutOfMemoryError:
             raise ConfigError(f"target.path: {info.path} does not fit into the memory of {device}") from None
         return cls(info, decoder, parts.layers, device)

@@ -243,7 +243,8 @@ class Supervisor:
             elif self.code is None:
                 interrupted = number == signal.SIGINT
                 hint = " (Ctrl-C again kills)" if interrupted else ""
-                self._stop(130 if interrupted else 0, f"stopping: the trainer writes a checkpoint{hint}")
+                saves = ": the trainer writes a checkpoint" if self.trainer.state == "running" else ""
+                self._stop(130 if interrupted else 0, f"stopping{saves}{hint}")
 
     # Children
 
@@ -281,9 +282,9 @@ class Supervisor:
 
     def _worker_left(self, child: Child) -> None:
         self.view.event(f"{child.name} left")
-        if self.trainer.state == "running" and all(w.state == "left" for w in self.workers):
-            if not paths.finished_path(self.run_file).exists():
-                self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
+        alone = self.trainer.state == "running" and all(worker.state == "left" for worker in self.workers)
+        if alone and not paths.finished_path(self.run_file).exists():
+            self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
 
     def _failed(self, child: Child, code: int) -> None:
         policy, now = self.policy, time.monotonic()

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -107,6 +108,7 @@ class RankWant:
     kind: int
     number: int
     index: int  # the rank's own count of requests in this phase, refused ones included
+    refused: tuple[int, ...] = ()  # earlier indices whose records were refused: all others of them were accepted
 
 
 @dataclass(frozen=True)
@@ -222,12 +224,14 @@ def _pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses to maps and tuples to lists; a `reason` that is too long is cut, since it only informs."""
+    """Dataclasses to maps, tuples to lists, a batch's kind to its number; a `reason` that is too long is cut, since it only informs."""
     if dataclasses.is_dataclass(value):
         body = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         if isinstance(body.get("reason"), str):
             body["reason"] = body["reason"].encode("utf-8", "replace").decode()[:MAX_TEXT]
         return body
+    if isinstance(value, IntEnum):
+        return int(value)
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 

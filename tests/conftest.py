@@ -98,7 +98,7 @@ def _config(kind: str):
             head_dim=16,
             query_pre_attn_scalar=16,
             sliding_window=16,
-            sliding_window_pattern=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
         )
     if kind == "gpt_oss":
         return transformers.GptOssConfig(

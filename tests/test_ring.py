@@ -21,6 +21,7 @@ from paceline.common.record import checksum
 from paceline.common.ring import (
     Ring,
     RingBusy,
+    RingForeign,
     RingInvalid,
     RingReader,
     Slot,
@@ -158,7 +159,7 @@ def test_a_record_longer_than_the_slot_is_not_committed(path: Path):
 # Two processes
 
 
-@pytest.mark.parametrize(("count", "slot_bytes"), [(20_000, 512), (150, 4 << 20)])
+@pytest.mark.parametrize(("count", "slot_bytes"), [(12_000, 512), (120, 4 << 20)])
 def test_no_record_is_torn_or_lost_over_many_laps(path: Path, count: int, slot_bytes: int):
     """The reader has the words alone to go by: no message, no other synchronisation."""
     writer = peer("write", path, 3, slot_bytes, count)
@@ -408,7 +409,7 @@ def test_a_file_that_is_no_ring_is_left_alone(path: Path, tmp_path: Path):
         open_ring(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="not a ring"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         open_ring(path)
 
 
@@ -456,10 +457,9 @@ def test_damage_anywhere_is_refused_or_harmless(path: Path):
             refused += 1
             continue
         for slot in ready(damaged):
-            payload = damaged.payload(slot)
-            if checksum(payload, slot.length) == slot.checksum:
-                assert records[slot.seq] == (slot.batch, slot.length, slot.checksum, bytes(payload))
-        del payload
+            data = bytes(damaged.payload(slot))
+            if checksum(data, slot.length) == slot.checksum:
+                assert records[slot.seq] == (slot.batch, slot.length, slot.checksum, data)
         damaged.close()
     assert refused > 100
 
@@ -579,12 +579,25 @@ def test_clean_removes_a_dead_ring_and_what_was_half_made(path: Path):
     assert names(path.parent) == [] and remove_ring(path) == 0
 
 
+def test_clean_leaves_what_is_no_ring(path: Path, tmp_path: Path):
+    path.parent.mkdir(parents=True)
+    path.write_text("notes of a user" * 1000)
+    with pytest.raises(RingForeign, match="not a ring"):
+        remove_ring(path)
+    other = path.with_name("w1.ring")
+    other.symlink_to(tmp_path)
+    with pytest.raises(RingForeign, match="not a regular file"):
+        remove_ring(other)
+    assert path.exists() and other.is_symlink()
+
+
 def test_rings_are_listed_in_order_of_worker(folder: Path):
     assert ring_paths(folder) == []
     folder.mkdir(parents=True)
-    for name in ("w10.ring", "w2.ring", "w0.ring", "w0.ring.tmp", "notes"):
+    for name in ("w10.ring", "w2.ring", "w0.ring", "w0.ring.tmp", "w3.ring.tmp", "notes"):
         (folder / name).touch()
     assert [path.name for path in ring_paths(folder)] == ["w0.ring", "w2.ring", "w10.ring"]
+    assert [path.stem for path in ring_paths(folder, half_made=True)] == ["w0", "w2", "w3", "w10"]
 
 
 # Locks
