@@ -1,0 +1,347 @@
+"""`paceline eval`: what a drafter is worth in real speculative decoding.
+
+Decodes prompts one at a time with drafter and target (`decode.py`), then lets the target alone replay each output, one
+token a forward. That one replay gives both the plain decoding speed and the proof that nothing was lost: in float32
+every token must be the target's own; in bfloat16 a block forward and a single-token forward round differently, so
+each token that differs is listed with the logit gap, and must be a near-tie.
+
+Acceptance length counts the bonus token everywhere: tokens produced per verification, 1.0 for a useless drafter,
+block_size for a perfect one. Pooled: all tokens over all verifications. Mean of requests: mean of each request's own.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..common.errors import ConfigError, UsageError
+from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, replay, speculate
+
+NEAR_TIE_ULPS = 8
+"""A differing token is a near-tie if its logit is within so many units in the last place (of the model's dtype, at the
+size of the best logit) of the best one. bfloat16 keeps 8 bits: at a logit of 20 the unit is 0.125."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token of the greedy output that is not the target's own choice after the same prefix."""
+
+    prompt: int
+    position: int  # among the new tokens
+    token: int
+    own: int
+    gap: float  # logit of own minus logit of token
+    near_tie: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """One decoded prompt."""
+
+    prompt_tokens: int
+    new_tokens: int
+    steps: int
+    acceptance_length: float
+    produced: list[int]  # tokens of each verification, bonus included
+    speculative_seconds: float
+    plain_seconds: float
+    text: str | None
+
+
+@dataclass
+class EvalReport:
+    """What `evaluate` measured. Times are of decoding alone, prefill left out."""
+
+    drafter: str
+    target: str
+    device: str
+    dtype: str
+    block_size: int
+    draft_layers: int
+    sampling: dict[str, Any]
+    max_new_tokens: int
+    requests: list[Request]
+    drafted: list[int]  # [B-1] verifications that drafted slot k
+    reached: list[int]  # [B-1] of these, how many accepted slots 1 to k-1
+    accepted: list[int]  # [B-1] of these, how many accepted slots 1 to k
+    differences: list[Difference] | None  # None: sampled, nothing to compare
+    median_lead: float  # median logit gap between the target's best and second token, for scale
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return sum(request.steps for request in self.requests)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(request.new_tokens for request in self.requests)
+
+    @property
+    def pooled(self) -> float:
+        """Acceptance length over all verifications, the bonus token counted."""
+        return sum(sum(request.produced) for request in self.requests) / self.steps if self.steps else 0.0
+
+    @property
+    def mean_of_requests(self) -> float:
+        lengths = [request.acceptance_length for request in self.requests if request.steps]
+        return statistics.fmean(lengths) if lengths else 0.0
+
+    @property
+    def per_position(self) -> list[float]:
+        """[B-1] share of verifications that accepted slots 1 to k, among those that drafted slot k."""
+        return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def conditional(self) -> list[float]:
+        """[B-1] share of verifications that accepted slot k, among those that drafted it and accepted all before."""
+        return [a / r if r else 0.0 for a, r in zip(self.accepted, self.reached, strict=True)]
+
+    @property
+    def speculative_tokens_per_s(self) -> float:
+        return _rate(self._decoded, sum(request.speculative_seconds for request in self.requests))
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        return _rate(self._decoded, sum(request.plain_seconds for request in self.requests))
+
+    @property
+    def speedup(self) -> float:
+        plain = self.plain_tokens_per_s
+        return self.speculative_tokens_per_s / plain if plain else 0.0
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every greedy token is the target's own, near-ties below float32 excepted."""
+        return all(difference.near_tie for difference in self.differences or ())
+
+    @property
+    def _decoded(self) -> int:
+        return self.new_tokens - len(self.requests)  # the first token of each comes from the prefill
+
+    def to_json(self) -> dict[str, Any]:
+        derived = {
+            "acceptance_length": {
+                "counts": "bonus token included",
+                "pooled": self.pooled,
+                "mean_of_requests": self.mean_of_requests,
+            },
+            "per_position": self.per_position,
+            "conditional": self.conditional,
+            "speed": {
+                "speculative_tokens_per_s": self.speculative_tokens_per_s,
+                "plain_tokens_per_s": self.plain_tokens_per_s,
+                "speedup": self.speedup,
+            },
+            "new_tokens": self.new_tokens,
+            "verifications": self.steps,
+            "lossless": self.lossless if self.differences is not None else None,
+        }
+        return derived | asdict(self)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def lines(self) -> list[str]:
+        """The report in a few lines of text."""
+        rates = " ".join(f"{rate:.2f}" for rate in self.per_position)
+        found = [
+            f"acceptance length (bonus token counted): {self.pooled:.3f} pooled, "
+            f"{self.mean_of_requests:.3f} mean of {len(self.requests)} requests",
+            f"accepted up to slot 1..{self.block_size - 1}: {rates}",
+            f"speed: {self.speculative_tokens_per_s:.1f} tokens/s, {self.speedup:.2f} x plain decoding "
+            f"({self.plain_tokens_per_s:.1f}) on {self.device} in {self.dtype}",
+        ]
+        if self.differences is None:
+            return [*found, f"sampled at temperature {self.sampling['temperature']}: no token comparison"]
+        return [*found, self._differences_line()]
+
+    def _differences_line(self) -> str:
+        differences = self.differences or []
+        if not differences:
+            return f"output: all {self.new_tokens} tokens are the target's own greedy choice"
+        far = [d for d in differences if not d.near_tie]
+        widest = max(d.gap for d in differences)
+        verdict = "each a near-tie" if not far else f"{len(far)} NOT near-ties: the output is not the target's"
+        return (
+            f"output: {len(differences)} of {self.new_tokens} tokens differ from the target's own choice, {verdict} "
+            f"(widest logit gap {widest:.3f}; the median lead of its best token is {self.median_lead:.2f})"
+        )
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def near_tie(gap: float, top: float, dtype: torch.dtype) -> bool:
+    """Whether logits `gap` below a best logit `top` are equal up to rounding in `dtype`. Never in float32."""
+    if dtype == torch.float32:
+        return False
+    unit = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(top), 1e-6)))
+    return gap <= NEAR_TIE_ULPS * unit
+
+
+def evaluate_models(
+    drafter: DraftModel,
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    stop_ids: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
+    block_size: int | None = None,
+    names: tuple[str, str] = ("", ""),
+    decode: Callable[[list[int]], str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> EvalReport:
+    """Evaluates loaded models on prompts of token ids. `names`: drafter and target, for the report; `decode`: token
+    ids to text, to keep the outputs; `progress`: called with the number of prompts done."""
+    size = block_size or drafter.config.block_size
+    if size < 2:
+        raise UsageError("block size must be 2 or more, the anchor included")
+    if not prompts:
+        raise UsageError("no prompts to evaluate on")
+    device, dtype = model.device, model.dtype
+    tally = _Tally(size, dtype, sampling.greedy)
+    # The first forwards of each kind pay for kernels and memory; without this the first prompt would carry that.
+    warm = speculate(drafter, model, prompts[0], max_new_tokens=size + 1, sampling=sampling, block_size=size)
+    replay(model, prompts[0], warm.tokens)
+    for number, prompt in enumerate(prompts):
+        generation = speculate(
+            drafter,
+            model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            sampling=sampling,
+            block_size=size,
+        )
+        text = decode(generation.tokens) if decode else None
+        tally.add(number, len(prompt), generation, replay(model, prompt, generation.tokens), text)
+        if progress:
+            progress(number + 1)
+    return EvalReport(
+        drafter=names[0],
+        target=names[1],
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=size,
+        draft_layers=drafter.config.num_hidden_layers,
+        sampling=asdict(sampling),
+        max_new_tokens=max_new_tokens,
+        requests=tally.requests,
+        drafted=tally.drafted,
+        reached=tally.reached,
+        accepted=tally.accepted,
+        differences=tally.differences if sampling.greedy else None,
+        median_lead=statistics.median(tally.leads),
+        versions=_versions(),
+    )
+
+
+class _Tally:
+    """Counts over the requests of one evaluation."""
+
+    def __init__(self, block_size: int, dtype: torch.dtype, greedy: bool) -> None:
+        self.requests: list[Request] = []
+        self.drafted = [0] * (block_size - 1)
+        self.reached = [0] * (block_size - 1)
+        self.accepted = [0] * (block_size - 1)
+        self.differences: list[Difference] = []
+        self.leads: list[float] = []
+        self._dtype = dtype
+        self._greedy = greedy
+
+    def add(self, number: int, prompt_tokens: int, generation: Generation, alone: Replay, text: str | None) -> None:
+        for step in generation.steps:
+            for slot in range(step.drafted):
+                self.drafted[slot] += 1
+                self.reached[slot] += step.accepted >= slot
+                self.accepted[slot] += step.accepted > slot
+        self.leads += alone.lead
+        self.requests.append(
+            Request(
+                prompt_tokens=prompt_tokens,
+                new_tokens=len(generation.tokens),
+                steps=len(generation.steps),
+                acceptance_length=generation.acceptance_length,
+                produced=[step.produced for step in generation.steps],
+                speculative_seconds=generation.decode_seconds,
+                plain_seconds=alone.decode_seconds,
+                text=text,
+            )
+        )
+        if self._greedy:
+            self._compare(number, generation.tokens, alone)
+
+    def _compare(self, number: int, tokens: list[int], alone: Replay) -> None:
+        for i, (token, own) in enumerate(zip(tokens, alone.own, strict=True)):
+            if token != own:
+                tie = near_tie(alone.gap[i], alone.top[i], self._dtype)
+                self.differences.append(Difference(number, i, token, own, alone.gap[i], tie))
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    from ..common import __version__
+
+    return {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[list[dict[str, Any]]]:
+    """Chat messages of each line of a JSONL file: `{"prompt": text}` or `{"messages": [...]}`, whose last assistant
+    turn, if it ends the conversation, is left out."""
+    prompts: list[list[dict[str, Any]]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read prompts: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            prompts.append(_messages(line, f"{path}:{number}"))
+        if limit is not None and len(prompts) == limit:
+            break
+    if not prompts:
+        raise ConfigError(f"{path}: no prompts in it")
+    return prompts
+
+
+def _messages(line: str, where: str) -> list[dict[str, Any]]:
+    try:
+        item = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if isinstance(item, dict) and isinstance(item.get("prompt"), str):
+        return [{"role": "user", "content": item["prompt"]}]
+    messages = item.get("messages") if isinstance(item, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ConfigError(f'{where}: expected {{"prompt": text}} or {{"messages": [...]}}')
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ConfigError(f"{where}: no message before the answer")
+    return messages
+
+
+def prompt_ids(tokenizer: Any, prompts: Sequence[list[dict[str, Any]]]) -> list[list[int]]:
+    """Token ids of each prompt, with the chat template's generation prompt; without a template, the bare text."""
+    if not getattr(tokenizer, "chat_template", None):
+        return [tokenizer("\n".join(str(m["content"]) for m in messages))["input_ids"] for messages in prompts]
+    found = []
+    for messages in prompts:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        found.append(list(ids["input_ids"]))
+    return found
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: those of the model's generation config and the tokenizer's end token."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
