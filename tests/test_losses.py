@@ -39,18 +39,19 @@ def test_chunked_equals_plain_autograd(slots, chunk_bytes):
     scored = head_cross_entropy(hidden, head, labels, weights, chunk_bytes=chunk_bytes)
     (gradient,) = torch.autograd.grad(3 * scored.loss, hidden)
     torch.testing.assert_close(scored.loss, loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
     torch.testing.assert_close(scored.losses, F.cross_entropy(logits, labels, reduction="none").detach())
     assert torch.equal(scored.hits, logits.argmax(-1) == labels)
     assert torch.equal(head_hits(hidden, head, labels, chunk_bytes=chunk_bytes), scored.hits)
     assert 13 <= int(scored.hits.sum()) < 37
 
 
-def test_gradcheck(slots):
-    hidden, head, labels, weights = (t.double() if t.is_floating_point() else t for t in slots)
-    hidden = hidden.detach().requires_grad_()
+def test_gradcheck():
+    torch.manual_seed(0)
+    hidden, head, weights = (torch.randn(shape, dtype=torch.float64) for shape in ((5, 4), (7, 4), (5,)))
+    labels = torch.tensor([0, 6, 3, 3, 1])
     assert torch.autograd.gradcheck(
-        lambda h: head_cross_entropy(h, head, labels, weights, chunk_bytes=8 * 4 * 101).loss, hidden
+        lambda h: head_cross_entropy(h, head, labels, weights, chunk_bytes=2 * 4 * 7).loss, hidden.requires_grad_()
     )
 
 

@@ -1,6 +1,7 @@
 """Learning rates by hand, and AdamW on masters against torch's on plain parameters."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from paceline.common.errors import PacelineError
 from paceline.common.runfile import OptimizerSettings
 from paceline.consumer.optim import MasterAdamW, MasterWeights, lr_at
 from torch import nn
+
+DEFAULTS = OptimizerSettings.model_validate({})
 
 
 def rates(total=100, **settings):
@@ -20,7 +23,7 @@ def test_cosine():
     assert lr[:4] == [0.25, 0.5, 0.75, 1.0]
     assert lr[51] == pytest.approx(0.1 + 0.9 / 2)
     assert lr[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(lr[3:], lr[4:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(lr[3:]))
 
 
 def test_wsd():
@@ -83,7 +86,7 @@ def test_equals_torchs_adamw_with_clipping(module):
 def test_bfloat16_copies_of_float32_masters(module):
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     weights = MasterWeights(module, dtype=torch.bfloat16, device="cpu")
-    optimizer = MasterAdamW(weights, OptimizerSettings())
+    optimizer = MasterAdamW(weights, DEFAULTS)
     masters = weights.views(weights.masters)
     assert all(torch.equal(masters[name], tensor) for name, tensor in before.items())
     for step in range(20):  # each moves a weight by 1e-5, far below bfloat16's spacing
@@ -98,7 +101,7 @@ def test_bfloat16_copies_of_float32_masters(module):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_no_number_changes_nothing(module, bad):
     weights = MasterWeights(module, dtype=torch.float32, device="cpu")
-    optimizer = MasterAdamW(weights, OptimizerSettings())
+    optimizer = MasterAdamW(weights, DEFAULTS)
     backward(module, 0)
     optimizer.step(0.1, 1.0)
     before = [weights.masters.clone(), *(t.clone() for t in optimizer.state_dict().values())]
@@ -114,7 +117,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(module, bad):
 def test_state_comes_back(module):
     other = copy.deepcopy(module)
     one, two = (MasterWeights(m, dtype=torch.float32, device="cpu") for m in (module, other))
-    first, second = (MasterAdamW(w, OptimizerSettings()) for w in (one, two))
+    first, second = (MasterAdamW(w, DEFAULTS) for w in (one, two))
     for step in range(3):
         backward(module, step)
         first.step(0.1, 1.0)
