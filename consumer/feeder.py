@@ -91,7 +91,7 @@ class Feeder:
     """The feed of one trainer.
 
     ledger, phase: as resumed; the ledger is copied. trainer: this trainer's incarnation, also the feed's id: a later
-    trainer's must be another. on_done and on_refused are called from the feed's thread and must not block.
+    trainer's must be greater. on_done and on_refused are called from the feed's thread and must not block.
     """
 
     def __init__(
