@@ -64,8 +64,9 @@ class RealFeed(Model):
 
     def delivered(self, state: State, sent: list) -> State:
         assert state.feed is not None
+        feed = state.feed.id
         for _, batch, w in sent:
-            state = self.deliver(state, (w, state.workers[w].incarnation, state.feed.id, batch))
+            state = self.deliver(state, (w, state.workers[w].incarnation, feed, batch))
         return state
 
     def word(self, batch: int) -> int:
@@ -667,3 +668,11 @@ def test_after_the_last_phase_nothing_is_left_to_do() -> None:
     assert desk.done(8, [evaluation(8, index) for index in range(3)], kind=0)
     assert desk.state.phase is None
     assert desk.state.ledger.complete(PLAN)
+
+
+def test_a_ledger_that_does_not_fit_the_phase_is_refused() -> None:
+    for steps, phase in ((1, STEP[0]), (0, STEP[1]), (3, STEP[4]), (2, EVAL[4]), (7, None)):
+        with pytest.raises(FeedBroken, match="does not fit"):
+            FeedState(PLAN, ledger_of(steps), phase, trainer=7, ranks=1, strict=True, prefetch=1)
+    for steps, phase in ((0, STEP[0]), (4, STEP[4]), (2, EVAL[2]), (2, STEP[2]), (8, EVAL[8]), (8, None)):
+        FeedState(PLAN, ledger_of(steps), phase, trainer=7, ranks=1, strict=True, prefetch=1)

@@ -11,6 +11,7 @@ from feed_world import World, evaluation, lose, one_row_batches, random_run, tra
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from paceline.common.batch import BatchId
 
 WORKER = st.integers(0, 3)
 RANK = st.integers(0, 2)
@@ -144,7 +145,7 @@ class FeedMachine(RuleBasedStateMachine):
 
 TestFeed = FeedMachine.TestCase
 TestFeed.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -154,7 +155,7 @@ class LongFeedMachine(FeedMachine):
 
 TestFeedLong = pytest.mark.slow(LongFeedMachine.TestCase)
 TestFeedLong.settings = settings(
-    max_examples=200, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -202,7 +203,7 @@ def test_strict_order_is_the_same_for_any_history() -> None:
     for seed in range(6):
         world = World(one_row_batches(6, epochs=2, group=2), workers=1 + seed % 3, ranks=2, slots=1 + seed % 2)
         draw = random.Random(seed)
-        history: list[tuple[int, ...]] = []
+        history: list[list[BatchId]] = []
         try:
             while not world.finished:
                 world.start_trainer()
@@ -212,7 +213,7 @@ def test_strict_order_is_the_same_for_any_history() -> None:
                 world.round(draw)
                 if world.feed is not None and world.phase != before:
                     world.checkpoint()
-                    history.append(tuple(world.ledger.trained_ids(0)) + tuple(world.ledger.trained_ids(1)))
+                    history.append([*world.ledger.trained_ids(0), *world.ledger.trained_ids(1)])
                 if draw.random() < 0.1 and not world.finished:
                     draw.choice([world.kill_trainer, *(worker.kill for worker in world.workers.values())])()
         finally:
