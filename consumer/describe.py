@@ -68,10 +68,12 @@ def describe_apart(run: RunFile, alive: Callable[[], object] = lambda: None) -> 
 
 
 def _talk(process: "subprocess.Popen[str]", question: str, alive: Callable[[], object]) -> str:
+    unsent: str | None = question
     while True:
         try:
-            return process.communicate(question, timeout=_ALIVE_SECONDS)[0]
-        except subprocess.TimeoutExpired:  # it goes on where it was when asked again
+            return process.communicate(unsent, timeout=_ALIVE_SECONDS)[0]
+        except subprocess.TimeoutExpired:  # it goes on where it was when asked again, without the input
+            unsent = None
             alive()
 
 
