@@ -5,9 +5,15 @@ It is in every ring, record and checkpoint; a mismatch is refused with both valu
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .rows import Rows
+    from .runfile import RunFile
+    from .target_info import TargetInfo
 
 MAX_JSON_BYTES = 3000  # it shares the ring's header page
 
@@ -50,3 +56,25 @@ class Fingerprint:
         ):
             raise ValueError("a fingerprint is a JSON object of strings and integers")
         return cls(fields)
+
+
+def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids: Sequence[int]) -> Fingerprint:
+    """What decides a run's records and batches: target, prepared rows, what is recorded, the plan's inputs and G.
+
+    How long a run lasts, how many processes it has and how the drafter learns may change under it; these may not.
+    """
+    return Fingerprint(
+        {
+            "target": info.identity,
+            "dataset": rows.digest,
+            "layer_ids": ",".join(map(str, layer_ids)),
+            "dtype": run.target.dtype,
+            "last_hidden": int(run.target.last_hidden),
+            "token_budget": run.stream.token_budget,
+            "max_length": run.data.max_length,
+            "seed": run.trainer.seed,
+            "packer": run.stream.packer,
+            "held_out": run.data.held_out,
+            "batches_per_step": run.trainer.batches_per_step,
+        }
+    )

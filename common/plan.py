@@ -21,13 +21,11 @@ import numpy as np
 
 from .batch import MAX_INDEX, MAX_NUMBER, BatchId, Kind
 from .errors import ConfigError
+from .record import MIN_ROW_TOKENS
 
 if TYPE_CHECKING:
     from .rows import Rows
     from .runfile import RunFile
-
-MIN_ROW_TOKENS = 8
-"""Rows shorter than this are never prepared, so a batch holds at most token_budget // 8 rows."""
 
 _OPEN_BATCHES = 12  # batches first-fit looks at: 99.5 % full and better for rows well under the budget
 _KEPT_INTS = 1 << 24  # row indices kept packed in memory; older epochs are packed again when asked for

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import faults
 from . import ring_layout as layout
@@ -133,19 +134,38 @@ class _Mapping:
 
     def slots(self) -> tuple[list[SlotView], int]:
         """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
-        if self.view[: layout.STATIC_BYTES] != self.static:
-            raise RingInvalid(f"{self.path}: header changed")
+        self.check_static()
         counted = int(self.words[layout.PRODUCED])
         words, views = layout.read_table(
             self.table.tolist, lambda: int(self.words[layout.LAST_SEQ]), self.header.slot_bytes, self.path
         )
         return views, layout.produced(words, counted)
 
+    def slot(self, index: int) -> SlotView:
+        """One slot, which must be there. Raises RingInvalid if it was damaged."""
+        self.check_static()
+        read_words = self.line(index).tolist
+
+        def once() -> SlotView:
+            words = layout.at_rest(read_words, self.path)
+            last_seq = int(self.words[layout.LAST_SEQ])
+            return layout.decode_slot(index, words, last_seq, self.header.slot_bytes, self.path)
+
+        return layout.settled(once)
+
+    def check_static(self) -> None:
+        if bytes(self.view[: layout.STATIC_BYTES]) != self.static:
+            raise RingInvalid(f"{self.path}: header changed")
+
+    def line(self, index: int) -> NDArray[np.uint64]:
+        """The words of one slot."""
+        return self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
+
     def holds(self, index: int, seq: int) -> bool:
         """True if slot `index` is READY with `seq`, its words read twice."""
         if not 0 <= index < self.header.slots:
             return False
-        line = self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
+        line = self.line(index)
         first, second = line.tolist(), line.tolist()
         return all(
             words[layout.SEQ] == words[layout.COMMIT] == seq and seq > words[layout.DONE] for words in (first, second)
@@ -222,8 +242,8 @@ class Ring:
         try:
             _make_folder(path.parent)
             mapping = _adopt_or_make(path, wanted, incarnation, time.monotonic() + patience)
-        except PermissionError as error:
-            raise ConfigError(f"{error.filename or path}: permission denied; another user's ring?") from error
+        except OSError as error:
+            raise ConfigError(f"stream.ring_dir: {error.filename or path}: {error.strerror}") from error
         mapping.write_device(device)
         return cls(mapping, incarnation)
 
@@ -328,10 +348,11 @@ class RingReader:
     def scan(self) -> RingScan:
         """Every slot and whether the owner lives. Raises RingInvalid if the ring has been damaged.
 
-        The owner is proven dead before the slots are read, so that what a dead owner committed is seen.
+        Incarnation, lock and slots are read in that order: `alive` false proves that this incarnation is dead, and all
+        that it committed is then in `slots`. (`alive` true may be a successor that has yet to write its own.)
         """
         mapping = self._mapping
-        alive, live = self.probe(), mapping.live()
+        live, alive = mapping.live(), self.probe()
         slots, produced = mapping.slots()
         return RingScan(
             worker=self.worker,
@@ -355,7 +376,7 @@ class RingReader:
         """One slot, its words read twice. Raises RingInvalid, also for a slot that is not there."""
         if not 0 <= index < self.slots:
             raise RingInvalid(f"{self.path}: no slot {index}")
-        return self._mapping.slots()[0][index]
+        return self._mapping.slot(index)
 
     def holds(self, slot: int, seq: int) -> bool:
         """True while slot `slot` is READY with `seq`: check before a record is copied, and after."""
@@ -490,12 +511,9 @@ def _busy(fd: int, path: Path) -> RingBusy:
 
 def _make_folder(folder: Path) -> None:
     """Makes the run's folder and its parents, 0700; modes of those that exist stay."""
-    try:
-        for parent in (*reversed(folder.parents), folder):
-            if not parent.exists():
-                parent.mkdir(mode=0o700, exist_ok=True)
-    except (FileNotFoundError, NotADirectoryError, FileExistsError) as error:
-        raise ConfigError(f"stream.ring_dir: {folder} cannot be made: {error.strerror}") from error
+    for parent in (*reversed(folder.parents), folder):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
 
 
 def _adopt_or_make(path: Path, wanted: RingHeader, incarnation: int, deadline: float) -> _Mapping:

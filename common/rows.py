@@ -1,8 +1,11 @@
 """Prepared rows: token ids and loss masks of tokenised conversations, on disk and mapped into memory.
 
-A folder holds `rows.arrow` (Arrow IPC, one record batch, columns `tokens: large_list<int32>` and `mask:
-large_list<uint8>`, mapped, so that a row costs two slices) and `meta.json` (what they were prepared from, their digest
-and counts). `paceline.producer.prepare` writes it once; workers, trainer, ranks and audit read it.
+    rows.arrow       Arrow IPC file, columns `tokens: large_list<int32>` and `mask: large_list<uint8>`, ROWS_PER_BATCH
+                     rows in a record batch, so that row i is in batch i // ROWS_PER_BATCH and costs two slices
+    used_tokens.npy  the token ids that occur, int32, ascending
+    meta.json        what the rows were prepared from, their digest and counts
+
+`paceline.producer.prepare` writes the folder once; workers, trainer, ranks and audit read it.
 
 mask[t] = 1: token t is supervised (assistant text and its end token; not the end token of an answer that was cut).
 """
@@ -10,19 +13,21 @@ mask[t] = 1: token t is supervised (assistant text and its end token; not the en
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
-from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from .errors import ConfigError
-from .plan import MIN_ROW_TOKENS
+from .record import MIN_ROW_TOKENS
 
 ROWS_VERSION = 1
+ROWS_PER_BATCH = 1024
 _SCHEMA = pa.schema([("tokens", pa.large_list(pa.int32())), ("mask", pa.large_list(pa.uint8()))])
 
 
@@ -31,41 +36,43 @@ class Row(NamedTuple):
     mask: np.ndarray  # uint8 [T]
 
 
-class Rows:
-    """The rows of one folder. Indexing costs O(1) and copies nothing. Pickles as its path."""
+class _Batch(NamedTuple):
+    """One record batch: row r is tokens[offsets[r]:offsets[r+1]]."""
 
-    def __init__(self, folder: Path, meta: dict[str, Any], offsets: np.ndarray, tokens: np.ndarray, mask: np.ndarray):
+    offsets: np.ndarray  # int64 [rows + 1]
+    tokens: np.ndarray  # int32
+    mask: np.ndarray  # uint8
+
+
+class Rows:
+    """The rows of one folder. A row costs O(1) and is not copied. Pickles as its path."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], batches: list[_Batch]):
         self.folder = folder
         self.meta = meta
         self.digest: str = meta["digest"]
-        self.lengths = np.diff(offsets).astype(np.int32)
-        self._offsets = offsets
-        self._tokens = tokens
-        self._mask = mask
+        self.lengths: np.ndarray = np.concatenate([np.diff(batch.offsets) for batch in batches]).astype(np.int32)
+        self._batches = batches
 
     @classmethod
     def open(cls, folder: str | Path) -> "Rows":
         """Map the rows of a folder. ConfigError if they are missing, damaged or of another version."""
         folder = Path(folder)
+        meta = read_meta(folder)
         try:
-            meta = json.loads((folder / "meta.json").read_text())
-            table = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow"))).read_all()
+            reader = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow")))
+            if reader.schema != _SCHEMA:
+                raise ConfigError(f"{folder}: rows.arrow has other columns: prepare the rows again")
+            batches = [_flat(reader.get_batch(index)) for index in range(reader.num_record_batches)]
         except FileNotFoundError as error:
-            raise ConfigError(
-                f"{folder}: no prepared rows here ({Path(error.filename or '?').name} is missing): "
-                "write them with `paceline prepare --out`"
-            ) from error
-        except (OSError, ValueError, pa.ArrowInvalid) as error:
-            raise ConfigError(f"{folder}: prepared rows cannot be read ({error}): prepare them again") from error
-        if not isinstance(meta, dict) or meta.get("version") != ROWS_VERSION:
-            raise ConfigError(f"{folder}: prepared by another version of paceline: prepare the rows again")
-        if table.schema != _SCHEMA or table.num_rows != meta["rows"] or table.num_rows == 0:
+            raise _missing(folder, "rows.arrow") from error
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise ConfigError(f"{folder}: rows.arrow cannot be read ({error}): prepare the rows again") from error
+        counts = [len(batch.offsets) - 1 for batch in batches]
+        shortest = min((int(np.diff(batch.offsets).min(initial=MIN_ROW_TOKENS)) for batch in batches), default=0)
+        if sum(counts) != meta["rows"] or set(counts[:-1]) - {ROWS_PER_BATCH} or shortest < MIN_ROW_TOKENS:
             raise ConfigError(f"{folder}: rows.arrow does not match meta.json: prepare the rows again")
-        offsets, tokens = _flat(table["tokens"])
-        mask_offsets, mask = _flat(table["mask"])
-        if not np.array_equal(offsets, mask_offsets) or int(np.diff(offsets).min()) < MIN_ROW_TOKENS:
-            raise ConfigError(f"{folder}: rows.arrow is damaged: prepare the rows again")
-        return cls(folder, meta, offsets, tokens, mask)
+        return cls(folder, meta, batches)
 
     def __reduce__(self):
         return Rows.open, (self.folder,)
@@ -74,115 +81,169 @@ class Rows:
         return len(self.lengths)
 
     def row(self, index: int) -> Row:
-        """Tokens int32 [T] and mask uint8 [T] of a row, views of the mapping. IndexError out of range."""
+        """Tokens int32 [T] and mask uint8 [T] of a row, read-only views of the mapping. IndexError out of range."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} is not in 0..{len(self) - 1}")
-        start, end = self._offsets[index], self._offsets[index + 1]
-        return Row(self._tokens[start:end], self._mask[start:end])
+        at, within = divmod(int(index), ROWS_PER_BATCH)
+        batch = self._batches[at]
+        start, end = batch.offsets[within], batch.offsets[within + 1]
+        return Row(batch.tokens[start:end], batch.mask[start:end])
 
     @property
     def total_tokens(self) -> int:
-        return len(self._tokens)
+        return int(self.meta["tokens"])
 
-    @property
+    @cached_property
     def used_tokens(self) -> np.ndarray:
         """The token ids that occur, int32, ascending."""
-        return np.asarray(self.meta["used_tokens"], np.int32)
+        try:
+            return np.load(self.folder / "used_tokens.npy", allow_pickle=False)
+        except FileNotFoundError as error:
+            raise _missing(self.folder, "used_tokens.npy") from error
 
     def used_token(self, token: int) -> bool:
         """Whether a token id occurs in any row (a mask token must not)."""
-        return bool(np.isin(token, self.used_tokens))
+        at = int(np.searchsorted(self.used_tokens, token))
+        return at < len(self.used_tokens) and int(self.used_tokens[at]) == token
 
     @property
     def vocab_bound(self) -> int:
-        """One more than the largest token id that occurs."""
+        """One more than the largest token id that occurs: the target's embedding needs so many rows."""
         return int(self.meta["vocab_bound"])
 
 
-def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets int64 [N+1] and values of a column of one chunk without nulls, not copied."""
-    array = column.chunk(0)
-    return array.offsets.to_numpy(), array.values.to_numpy()
+def read_meta(folder: Path) -> dict[str, Any]:
+    """meta.json of a folder of rows. ConfigError if it is missing, damaged or of another version."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(folder, "meta.json") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: meta.json cannot be read ({error}): prepare the rows again") from error
+    if not isinstance(meta, dict) or meta.get("version") != ROWS_VERSION:
+        raise ConfigError(f"{folder}: prepared by another version of paceline: prepare the rows again")
+    return meta
+
+
+def _missing(folder: Path, name: str) -> ConfigError:
+    return ConfigError(f"{folder}: no prepared rows here ({name} is missing): write them with `paceline prepare --out`")
+
+
+def _flat(batch: pa.RecordBatch) -> _Batch:
+    """The buffers of a record batch as arrays, not copied. ValueError if tokens and mask differ in shape."""
+    tokens, mask = batch.column("tokens"), batch.column("mask")
+    offsets = tokens.offsets.to_numpy()
+    if not np.array_equal(offsets, mask.offsets.to_numpy()):
+        raise ValueError("tokens and mask have different lengths")
+    return _Batch(offsets, tokens.values.to_numpy(), mask.values.to_numpy())
 
 
 class RowsWriter:
-    """Collects rows as they are tokenised (4 + 1 bytes a token in memory) and writes the folder in one go."""
+    """Writes a folder of rows, ROWS_PER_BATCH at a time, under a temporary name; `finish` renames it into place.
 
-    def __init__(self):
-        self._lengths: list[int] = []
-        self._tokens: list[np.ndarray] = []
-        self._mask: list[np.ndarray] = []
+    Leaving the `with` block without `finish` removes what was written.
+    """
 
-    def __len__(self) -> int:
-        return len(self._lengths)
+    def __init__(self, folder: Path):
+        self._folder = folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = _scratch(folder)
+        self._file = (self._scratch / "rows.arrow").open("wb")
+        self._writer = pa.ipc.new_file(self._file, _SCHEMA)
+        self._pending: list[Row] = []
+        self._digest = hashlib.sha256()
+        self._used = np.zeros(0, np.int32)
+        self.rows = self.tokens = self.supervised = 0
 
-    def add(self, lengths: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """Rows of `lengths`, end to end in `tokens` and `mask`."""
-        self._lengths += lengths.tolist()
-        self._tokens.append(tokens.astype(np.int32))
-        self._mask.append(mask.astype(np.uint8))
+    def __enter__(self) -> "RowsWriter":
+        return self
 
-    def write(self, folder: Path, meta: dict[str, Any]) -> Path:
-        """Write the folder under a temporary name, then rename it into place, replacing an earlier one.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._file.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
-        Adds to `meta`: version, rows, tokens, supervised, used_tokens, vocab_bound and digest (SHA-256 of the rows'
-        contents alone)."""
-        offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
-        tokens = np.concatenate(self._tokens)
-        mask = np.concatenate(self._mask)
-        used = np.unique(tokens)
+    @property
+    def added(self) -> int:
+        """Rows added so far."""
+        return self.rows + len(self._pending)
+
+    def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
+        """A row: int32 [T] and uint8 [T], T >= MIN_ROW_TOKENS."""
+        self._pending.append(Row(tokens, mask))
+        if len(self._pending) == ROWS_PER_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        lengths = np.array([len(row.tokens) for row in self._pending], "<i8")
+        tokens = np.concatenate([row.tokens for row in self._pending]).astype("<i4")
+        mask = np.concatenate([row.mask for row in self._pending]).astype(np.uint8)
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+        columns = [pa.LargeListArray.from_arrays(offsets, pa.array(values)) for values in (tokens, mask)]
+        self._writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
+        for array in (lengths, tokens, mask):
+            self._digest.update(array.tobytes())
+        self._used = np.union1d(self._used, tokens)
+        self.rows += len(lengths)
+        self.tokens += len(tokens)
+        self.supervised += int(mask.sum(dtype=np.int64))
+        self._pending = []
+
+    def finish(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Complete the folder, of one row at least, and put it in place, replacing an earlier one.
+
+        Returns `meta` with version, rows, tokens, supervised, vocab_bound and digest (SHA-256 of the rows alone) added.
+        """
+        if self._pending:
+            self._flush()
+        self._writer.close()
+        _sync(self._file)
+        with (self._scratch / "used_tokens.npy").open("wb") as file:
+            np.save(file, self._used.astype("<i4"))
+            _sync(file)
         meta = meta | {
             "version": ROWS_VERSION,
-            "rows": len(self),
-            "tokens": len(tokens),
-            "supervised": int(mask.sum()),
-            "used_tokens": used.tolist(),
-            "vocab_bound": int(used[-1]) + 1,
-            "digest": _digest([offsets, tokens, mask]),
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "supervised": self.supervised,
+            "vocab_bound": int(self._used[-1]) + 1,
+            "digest": self._digest.hexdigest(),
         }
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            _write_arrow(scratch / "rows.arrow", offsets, tokens, mask)
-            _write_synced(scratch / "meta.json", (json.dumps(meta, sort_keys=True) + "\n").encode())
-            scratch.chmod(0o755)
-            _replace(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return folder
+        with (self._scratch / "meta.json").open("w") as file:
+            file.write(json.dumps(meta, indent=1, sort_keys=True) + "\n")
+            _sync(file)
+        _replace(self._scratch, self._folder)
+        return meta
 
 
-def _digest(arrays: Iterable[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-    return digest.hexdigest()
+def _scratch(folder: Path) -> Path:
+    """A new folder next to `folder`, with the permissions of the umask."""
+    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    scratch.mkdir()
+    return scratch
 
 
-def _write_arrow(path: Path, offsets: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> None:
-    columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (tokens, mask)]
-    with path.open("wb") as file:
-        with pa.ipc.new_file(file, _SCHEMA) as writer:
-            writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
-        file.flush()
-        os.fsync(file.fileno())
+def remove_scratch(folder: Path) -> None:
+    """Remove what killed writers of `folder` left behind. The caller sees to it that none is alive."""
+    for scratch in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _replace(scratch: Path, folder: Path) -> None:
-    """Rename `scratch` to `folder`; a folder already there steps aside first and is removed."""
-    try:
-        scratch.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        folder.rename(aside / "old")
+    """Rename `scratch` to `folder`; a folder already there steps aside first and is then removed."""
+    if folder.exists():
+        aside = _scratch(folder)
+        folder.rename(aside / folder.name)
         scratch.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
+    else:
+        scratch.rename(folder)
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)

@@ -1,123 +1,165 @@
 """The run file: every setting of a training job, typed and validated once, then passed down as values.
 
-`load()` reads TOML, applies `--set key=value` overrides, and refuses unknown keys with a suggestion. The key
-reference in docs/runfile.md is generated from the field descriptions below (`python -m paceline.common.runfile`).
+`load()` reads TOML, applies `--set key=value` overrides, makes paths absolute and refuses unknown keys with a
+suggestion; `to_toml()` writes a run back, every key resolved. The key reference in docs/runfile.md is generated from
+the field descriptions below (`python -m paceline.common.runfile > docs/runfile.md`).
 """
 
-from typing import Annotated, Literal
+import difflib
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from .errors import ConfigError, UsageError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+
+NONE = "none"  # how a run file says that a setting with a default is off; TOML has no null
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        off = [k for k, v in values.items() if v == NONE and k in cls.model_fields and _optional(cls.model_fields[k])]
+        return {**values, **dict.fromkeys(off)}
 
 
 class TargetSettings(Section):
     """The frozen target model."""
 
     path: str = Field(description="Local folder, GGUF file or hub id of a causal language model")
-    dtype: Dtype = Field("bfloat16", description="Compute dtype of the target and dtype of the recorded states")
+    dtype: Dtype = Field(default="bfloat16", description="Compute dtype of the target and dtype of the recorded states")
     layer_ids: list[NonNegativeInt] | None = Field(
-        None,
+        default=None,
         description="Decoder layers whose outputs are recorded, counted from 0. Default: spread evenly over the "
         "target, one per draft layer",
     )
-    last_hidden: bool = Field(False, description="Also record the last layer's output (soft-label objectives need it)")
-    trust_remote_code: bool = Field(False, description="Let transformers run code that comes with the model")
+    last_hidden: bool = Field(
+        default=False, description="Also record the last layer's output (soft-label objectives need it)"
+    )
+    trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model")
 
 
 class DataSettings(Section):
-    """The conversations to train on. Exactly one of `files` and `rows`."""
+    """The conversations to train on. Exactly one of `files` and `rows` is given."""
 
     files: list[str] = Field(
         default_factory=list,
         description="Chat files (.jsonl, .jsonl.gz, .parquet); prepared into the cache on first use",
     )
-    rows: str | None = Field(None, description="Folder written by `paceline prepare --out`")
-    max_length: PositiveInt = Field(3072, description="Longest row in tokens; longer ones are cut")
+    rows: str | None = Field(default=None, description="Folder written by `paceline prepare --out`")
+    max_length: PositiveInt = Field(default=3072, description="Longest row in tokens; longer ones are cut")
     supervise: Literal["all", "last"] = Field(
-        "all", description="Which assistant turns are supervised: every one, or the last only"
+        default="all", description="Which assistant turns are supervised: every one, or the last only"
     )
-    held_out: NonNegativeInt = Field(64, description="Rows set aside for evaluation, drawn by seed, never trained on")
+    thinking: bool | None = Field(
+        default=None,
+        description="Passed to the chat template as enable_thinking: the mode that will be served. Default: the "
+        "template's own",
+    )
+    held_out: NonNegativeInt = Field(
+        default=64, description="Rows set aside for evaluation, drawn by seed, never trained on"
+    )
 
 
 class StreamSettings(Section):
     """Batches, rings and the order of work."""
 
-    token_budget: PositiveInt = Field(16384, description="Most tokens in a batch (and in a record)")
+    token_budget: PositiveInt = Field(default=16384, description="Most tokens in a batch (and in a record)")
     packer: Literal["first-fit", "sequential"] = Field(
-        "first-fit",
+        default="first-fit",
         description="How rows are packed into batches: first-fit over shuffled rows, or one after another",
     )
     order: Literal["arrival", "strict"] = Field(
-        "arrival",
+        default="arrival",
         description="arrival: train records as they come, within an epoch. strict: in plan order, so the same "
         "run file gives the same weights whatever the number of workers and kills",
     )
-    slots: PositiveInt = Field(4, description="Slots in each worker's ring")
-    prefetch: PositiveInt = Field(4, description="Tokenised batches each worker holds ready (q_pre)")
-    ring_dir: str = Field("/dev/shm/paceline", description="Where the runs' ring folders are")
+    slots: PositiveInt = Field(default=4, description="Slots in each worker's ring")
+    prefetch: PositiveInt = Field(default=4, description="Tokenised batches each worker holds ready (q_pre)")
+    ring_dir: str = Field(default="/dev/shm/paceline", description="Where the runs' ring folders are")
 
 
 class WorkerSettings(Section):
     """The target side."""
 
-    count: PositiveInt = Field(1, description="Target workers")
-    devices: list[str] = Field(
+    count: PositiveInt = Field(default=1, description="Target workers")
+    devices: list[DeviceName] = Field(
         default_factory=list,
         description='Device of each worker ("cuda:0", "cpu"), repeated in turn. Default: GPUs in order, else cpu',
     )
-    threads: NonNegativeInt = Field(0, description="CPU threads of a worker; 0 leaves torch's default")
+    threads: NonNegativeInt = Field(default=0, description="CPU threads of a worker; 0 leaves torch's default")
     pack: Literal["auto", "never"] = Field(
-        "auto", description="auto: pack rows when the start-up self-check proves that none sees another"
+        default="auto", description="auto: pack rows when the start-up self-check proves that none sees another"
     )
 
 
 class TrainerSettings(Section):
     """The drafter side."""
 
-    ranks: PositiveInt = Field(1, description="Trainer ranks")
-    devices: list[str] = Field(
+    ranks: PositiveInt = Field(default=1, description="Trainer ranks")
+    devices: list[DeviceName] = Field(
         default_factory=list,
         description="Device of each rank, repeated in turn. Default: the GPUs after the workers', else cpu",
     )
-    threads: NonNegativeInt = Field(0, description="CPU threads of a rank; 0 leaves torch's default")
-    dtype: Dtype = Field("bfloat16", description="Compute dtype of the drafter; masters and optimiser are float32")
-    batches_per_step: PositiveInt = Field(1, description="Whole batches in an optimiser step, over all ranks (G)")
-    micro_tokens: PositiveInt = Field(8192, description="Most context tokens in a micro-batch (one row at least)")
-    epochs: PositiveInt = Field(6, description="Passes over the data")
-    max_steps: PositiveInt | None = Field(None, description="Stop after so many steps")
-    max_tokens: PositiveInt | None = Field(None, description="Stop after the step that reaches so many context tokens")
-    max_hours: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Stop, with a checkpoint, after so many hours of this run's training time"
+    threads: NonNegativeInt = Field(default=0, description="CPU threads of a rank; 0 leaves torch's default")
+    dtype: Dtype = Field(
+        default="bfloat16", description="Compute dtype of the drafter; masters and optimiser are float32"
     )
-    seed: NonNegativeInt = Field(0, description="Seed of packing, anchors and initial weights")
+    batches_per_step: PositiveInt = Field(
+        default=1, description="Whole batches in an optimiser step, over all ranks (G)"
+    )
+    micro_tokens: PositiveInt = Field(
+        default=8192, description="Most context tokens in a micro-batch (one row at least)"
+    )
+    epochs: PositiveInt = Field(default=6, description="Passes over the data")
+    max_steps: PositiveInt | None = Field(default=None, description="Stop after so many steps")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="Stop after the step that reaches so many context tokens"
+    )
+    max_hours: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Stop, with a checkpoint, after so many hours of this run's training time"
+    )
+    seed: NonNegativeInt = Field(default=0, description="Seed of packing, anchors and initial weights")
     skip_limit: PositiveInt = Field(
-        5, description="Stop the run after so many skipped steps or refused records in a row"
+        default=5, description="Stop the run after so many skipped steps or refused records in a row"
     )
     hang_seconds: Annotated[float, Field(gt=0)] = Field(
-        600, description="A rank without progress for so long, with work at hand, ends the trainer"
+        default=600, description="A rank without progress for so long, with work at hand, ends the trainer"
     )
 
 
 class DrafterSettings(Section):
     """The DFlash drafter."""
 
-    layers: PositiveInt = Field(5, description="Draft layers")
-    block_size: Annotated[int, Field(ge=2)] = Field(16, description="Slots in a block, the anchor included (B)")
+    layers: PositiveInt = Field(default=5, description="Draft layers")
+    block_size: Annotated[int, Field(ge=2)] = Field(default=16, description="Slots in a block, the anchor included (B)")
     mask_token_id: NonNegativeInt | None = Field(
-        None,
+        default=None,
         description="Row of the target's embedding that marks a masked slot; a token that data never uses",
     )
-    hidden_act: str = Field("silu", description="Activation of the draft layers")
-    intermediate_size: PositiveInt | None = Field(None, description="MLP width; default: the target's")
+    hidden_act: str = Field(default="silu", description="Activation of the draft layers")
+    intermediate_size: PositiveInt | None = Field(default=None, description="MLP width; default: the target's")
     init_from: Literal["random", "target"] = Field(
-        "random", description="Draft layers start at random, or from target layers of equal shape"
+        default="random", description="Draft layers start at random, or from target layers of equal shape"
     )
 
 
@@ -125,11 +167,11 @@ class ObjectiveSettings(Section):
     """Anchors and loss."""
 
     anchors_per_token: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.25, description="Anchors drawn per supervised token of a row"
+        default=0.25, description="Anchors drawn per supervised token of a row"
     )
-    max_anchors: PositiveInt = Field(512, description="Most anchors drawn in a row")
+    max_anchors: PositiveInt = Field(default=512, description="Most anchors drawn in a row")
     gamma: Annotated[float, Field(gt=0)] | None = Field(
-        None,
+        default=None,
         description="Decay of slot weights, exp(-(k-1)/gamma). Default: 7, 5, 4 for block sizes 16, 10, 8",
     )
 
@@ -137,40 +179,42 @@ class ObjectiveSettings(Section):
 class OptimizerSettings(Section):
     """AdamW on float32 masters."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(6e-4, description="Peak learning rate")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's first beta")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW's second beta")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay")
-    clip: Annotated[float, Field(gt=0)] = Field(1.0, description="Largest gradient norm")
-    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="Learning-rate schedule")
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.04, description="Share of the steps that warm up")
-    decay: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="Share of the steps that decay (wsd)")
-    final_lr: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Last learning rate as a share of the peak")
+    lr: Annotated[float, Field(gt=0)] = Field(default=6e-4, description="Peak learning rate")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's first beta")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="AdamW's second beta")
+    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Decoupled weight decay")
+    clip: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest gradient norm")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(default="cosine", description="Learning-rate schedule")
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.04, description="Share of the steps that warm up")
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="Share of the steps that decay (wsd)")
+    final_lr: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Last learning rate as a share of the peak"
+    )
 
 
 class CheckpointSettings(Section):
     """When checkpoints are written and which are kept."""
 
-    every_steps: PositiveInt | None = Field(500, description="Steps between checkpoints")
-    every_minutes: Annotated[float, Field(gt=0)] | None = Field(30, description="Minutes between checkpoints")
-    keep_last: PositiveInt = Field(3, description="Newest checkpoints kept")
-    keep_best: bool = Field(True, description="Also keep the one with the best tau_chain on the held-out rows")
+    every_steps: PositiveInt | None = Field(default=500, description="Steps between checkpoints")
+    every_minutes: Annotated[float, Field(gt=0)] | None = Field(default=30, description="Minutes between checkpoints")
+    keep_last: PositiveInt = Field(default=3, description="Newest checkpoints kept")
+    keep_best: bool = Field(default=True, description="Also keep the one with the best tau_chain on the held-out rows")
 
 
 class EvaluationSettings(Section):
     """tau and tau_chain on the held-out rows, through the same stream."""
 
-    every_steps: NonNegativeInt = Field(500, description="Steps between evaluations; 0 turns them off")
-    at_end: bool = Field(True, description="Evaluate after the last step")
+    every_steps: NonNegativeInt = Field(default=500, description="Steps between evaluations; 0 turns them off")
+    at_end: bool = Field(default=True, description="Evaluate after the last step")
 
 
 class LoggingSettings(Section):
     """What the trainer reports. JSONL metrics are always written."""
 
-    log_every: PositiveInt = Field(10, description="Steps between log lines")
-    tensorboard: bool = Field(False, description="Write TensorBoard event files under the output folder")
-    wandb: str | None = Field(None, description="Weights & Biases project to log to")
+    log_every: PositiveInt = Field(default=10, description="Steps between log lines")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard event files under the output folder")
+    wandb: str | None = Field(default=None, description="Weights & Biases project to log to")
 
 
 class RunFile(Section):
@@ -199,4 +243,296 @@ class RunFile(Section):
         if self.data.max_length > self.stream.token_budget:
             budget, longest = self.stream.token_budget, self.data.max_length
             raise ValueError(f"stream.token_budget ({budget}) is less than data.max_length ({longest})")
+        if self.optimizer.schedule == "wsd" and self.optimizer.warmup + self.optimizer.decay > 1:
+            raise ValueError("optimizer.warmup and optimizer.decay together are more than the whole run")
         return self
+
+
+def _optional(field: FieldInfo) -> bool:
+    return type(None) in typing.get_args(field.annotation)
+
+
+def _sections() -> dict[str, type[Section]]:
+    """The run file's tables by name, in order."""
+    fields = RunFile.model_fields.items()
+    return {n: f.annotation for n, f in fields if isinstance(f.annotation, type) and issubclass(f.annotation, Section)}
+
+
+def keys() -> list[str]:
+    """Every key of a run file, dotted, in order."""
+    sections = _sections()
+    top = [name for name in RunFile.model_fields if name not in sections]
+    return top + [f"{section}.{key}" for section, model in sections.items() for key in model.model_fields]
+
+
+# Loading
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Reads and validates a run file.
+
+    `overrides` are `key=value` texts with dotted keys; a value is TOML, or else a bare string. Relative paths in the
+    file are relative to the file's folder, in an override to the current one. All paths of the result are absolute.
+
+    Raises:
+        ConfigError: the file is missing, no TOML, or has an unknown key or bad value; names file, line and key.
+        UsageError: an override is not of the form key=value.
+    """
+    return parse(_read(Path(path)), Path(path), overrides)
+
+
+def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> RunFile:
+    """`load` of a text that stands, or is to stand, in file `path`."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        where = f"{path}:{line[1]}" if line else str(path)
+        raise ConfigError(f"{where}: not TOML: {str(error).partition(' (at ')[0]}") from None
+    _absolute(values, path.absolute().parent)
+    given = dict(_parse_override(text) for text in overrides)
+    for key, value in given.items():
+        _put(values, key, value.parsed, Path.cwd())
+    lines = _key_lines(text)
+    while True:
+        try:
+            return RunFile.model_validate(values)
+        except ValidationError as error:
+            # `--set name=7` means the text "7" where a text is wanted; only the model knows where that is.
+            retry = [_dotted(e["loc"]) for e in error.errors() if e["type"] == "string_type"]
+            retry = [key for key in retry if key in given and not isinstance(given[key].parsed, str)]
+            if not retry:
+                raise ConfigError(_explain(error, path, lines, given)) from None
+            for key in retry:
+                given[key] = _Override(given[key].raw, given[key].raw)
+                _put(values, key, given[key].raw, Path.cwd())
+
+
+class _Override(typing.NamedTuple):
+    raw: str
+    parsed: Any
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file (`paceline init` writes one)") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from None
+
+
+def _parse_override(text: str) -> tuple[str, _Override]:
+    key, equals, raw = text.partition("=")
+    key, raw = key.strip(), raw.strip()
+    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+        raise UsageError(f"--set {text}: give it as key=value, for example --set trainer.max_steps=100")
+    try:
+        parsed = tomllib.loads(f"v = {raw}")
+    except tomllib.TOMLDecodeError:
+        return key, _Override(raw, raw)
+    return key, _Override(raw, parsed["v"] if len(parsed) == 1 else raw)
+
+
+def _put(values: dict[str, Any], key: str, value: Any, folder: Path) -> None:
+    """Sets a dotted key in place, its path made absolute."""
+    change: Any = value
+    for name in reversed(key.split(".")):
+        change = {name: change}
+    _absolute(change, folder)
+    _merge(values, change)
+
+
+def _merge(values: dict[str, Any], change: dict[str, Any]) -> None:
+    for name, value in change.items():
+        if isinstance(value, dict) and isinstance(values.get(name), dict):
+            _merge(values[name], value)
+        else:
+            values[name] = value
+
+
+def _absolute(values: dict[str, Any], folder: Path) -> None:
+    """Makes the paths among `values` absolute, relative ones from `folder`. Leaves hub ids and wrong types alone."""
+
+    def place(text: Any) -> Any:
+        return str(folder / Path(text).expanduser()) if isinstance(text, str) and text else text
+
+    if "output" in values:
+        values["output"] = place(values["output"])
+    data, target, stream = (values.get(name) for name in ("data", "target", "stream"))
+    if isinstance(data, dict):
+        if isinstance(data.get("files"), list):
+            data["files"] = [place(file) for file in data["files"]]
+        if "rows" in data:
+            data["rows"] = place(data["rows"])
+    if isinstance(stream, dict) and "ring_dir" in stream:
+        stream["ring_dir"] = place(stream["ring_dir"])
+    if isinstance(target, dict) and isinstance(target.get("path"), str):
+        path = target["path"]
+        if path.startswith(("./", "../", "~")) or path.endswith(".gguf") or (folder / path).exists():
+            target["path"] = place(path)
+
+
+# Errors
+
+
+def _dotted(location: tuple[str | int, ...]) -> str:
+    return ".".join(part for part in location if isinstance(part, str))
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """The line of each dotted key and table header: for messages only, so line by line is enough."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([\w.\s-]+?)\s*\]", line):
+            table = re.sub(r"\s", "", header[1])
+            lines.setdefault(table, number)
+        elif key := re.match(r"\s*([\w-]+(?:\s*\.\s*[\w-]+)*)\s*=", line):
+            name = re.sub(r"\s", "", key[1])
+            lines.setdefault(f"{table}.{name}" if table else name, number)
+    return lines
+
+
+def _where(key: str, path: Path, lines: dict[str, int], given: Mapping[str, _Override]) -> str:
+    if any(key == name or name.startswith(key + ".") for name in given):
+        return "--set"
+    while key:
+        if key in lines:
+            return f"{path}:{lines[key]}"
+        key = key.rpartition(".")[0]
+    return str(path)
+
+
+def suggest(key: str) -> str:
+    """The known key most like `key`, as a phrase to append to a message; empty if none is near."""
+    known = keys()
+    tail = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == tail]  # the right key in the wrong table
+    near = difflib.get_close_matches(key, same, 1, 0.0) or difflib.get_close_matches(key, known, 1, 0.75)
+    if not near:
+        tails = difflib.get_close_matches(tail, [name.rpartition(".")[2] for name in known], 1, 0.75)
+        near = [name for name in known if name.rpartition(".")[2] in tails]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: Mapping[str, _Override]) -> str:
+    """One line for a failed validation: where, what, what to do; the first fault, and how many others there are."""
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    key = _dotted(fault["loc"])
+    where = _where(key, path, lines, given)
+    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    match fault["type"]:
+        case "extra_forbidden":
+            text = f"unknown key {key}{suggest(key)}"
+        case "missing":
+            text = f"{key} is missing"
+        case "value_error":
+            text = message
+        case "string_pattern_mismatch":
+            text = f"{key} = {json.dumps(fault['input'])}: must match {fault.get('ctx', {}).get('pattern')}"
+        case "model_type" | "model_attributes_type":
+            text = f"{key} must be a table, [{key}]"
+        case _:
+            text = f"{key} = {json.dumps(fault['input'], default=str)}: must be {message}"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return f"{where}: {text}{more}"
+
+
+# Writing
+
+
+def toml_value(value: Any) -> str:
+    """A text, number, boolean or list of them as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def _toml_lines(section: Section) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            continue
+        if value is not None:
+            yield f"{name} = {toml_value(value)}"
+        elif field.default is not None:
+            yield f'{name} = "{NONE}"'
+
+
+def to_toml(run: RunFile) -> str:
+    """The run with every setting resolved; `load()` of it gives an equal run."""
+    blocks = ["\n".join(_toml_lines(run))]
+    for name in _sections():
+        if lines := list(_toml_lines(getattr(run, name))):
+            blocks.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+# The key reference
+
+
+def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type as a reader of the reference should see it: `whole number > 0`, `"a" or "b"`, `list of texts`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        extra = [m for item in arguments[1:] for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _type_name(arguments[0], extra)
+    if origin is Literal:
+        return " or ".join(f'"{choice}"' for choice in arguments)
+    if origin in (Union, types.UnionType):
+        kinds = [_type_name(kind, metadata) for kind in arguments if kind is not type(None)]
+        return " or ".join(kinds) + (f' or "{NONE}"' if type(None) in arguments else "")
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    bounds = [f"{signs[k]} {getattr(m, k):g}" for m in metadata for k in signs if getattr(m, k, None) is not None]
+    name = {bool: "true or false", int: "whole number", float: "number", str: "text"}[annotation]
+    return f"{name} {', '.join(bounds)}" if bounds else name
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "" if value is None else f"`{toml_value(value)}`"
+
+
+def _reference_table(model: type[Section], prefix: str) -> Iterator[str]:
+    yield "| key | value | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+            kind = _type_name(field.annotation, field.metadata).replace("|", "\\|")
+            yield f"| `{prefix}{name}` | {kind} | {_default_text(field)} | {field.description} |"
+
+
+def reference_markdown() -> str:
+    """The text of docs/runfile.md."""
+    lines = [
+        "# The run file",
+        "",
+        "<!-- Generated by `make reference` from common/runfile.py. -->",
+        "",
+        "A run file is TOML. Every key can be given on the command line as `--set key=value`, with the dotted name",
+        "below; the value is TOML, or else a plain text. Relative paths in the file are relative to its folder, in",
+        f'`--set` to the current one. `"{NONE}"` turns off a setting that has a default. `paceline init` writes a',
+        "commented file to start from.",
+        "",
+        *_reference_table(RunFile, ""),
+    ]
+    for name, model in _sections().items():
+        lines += ["", f"## [{name}]", "", (model.__doc__ or "").strip(), "", *_reference_table(model, f"{name}.")]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(reference_markdown(), end="")

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paceline.common.batch import BatchId, Kind
 from paceline.common.errors import ConfigError
-from paceline.common.plan import MIN_ROW_TOKENS, Plan, PlanSpec
+from paceline.common.plan import Plan, PlanSpec
+from paceline.common.record import MIN_ROW_TOKENS
 
 
 def make_plan(lengths, *, budget=64, packer="first-fit", held_out=0, seed=0, group=2, epochs=2, **limits):

@@ -1,0 +1,67 @@
+"""Which device each worker and rank runs on, decided without torch.
+
+`CUDA_VISIBLE_DEVICES` is obeyed: indices in "cuda:N" count the visible GPUs, so a unit that shows its worker one GPU
+gets "cuda:0".
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from itertools import cycle, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from .runfile import RunFile
+
+
+class Devices(NamedTuple):
+    workers: list[str]
+    ranks: list[str]
+
+
+def _installed_gpus() -> int:
+    """GPUs of this machine, by the driver's folder, its device files, or nvidia-smi."""
+    for folder, pattern in ((Path("/proc/driver/nvidia/gpus"), r"[0-9a-fA-F]+:.*"), (Path("/dev"), r"nvidia[0-9]+")):
+        if folder.is_dir() and (found := sum(bool(re.fullmatch(pattern, name.name)) for name in folder.iterdir())):
+            return found
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0  # a driver that cannot list its GPUs has none to use
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def gpu_count() -> int:
+    """GPUs that this process's children would see."""
+    installed = _installed_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not installed or visible is None:
+        return installed
+    count = 0
+    for name in (part.strip() for part in visible.split(",")):
+        if not name or name == "-1" or (name.isdigit() and int(name) >= installed):
+            break  # CUDA ignores everything from the first invalid entry on
+        count += 1
+    return count
+
+
+def assign_devices(run: RunFile, gpus: int | None = None) -> Devices:
+    """The device of each worker and each rank.
+
+    What the run file names is used in turn. Otherwise GPUs go one to each worker and one to each rank; where they are
+    too few, ranks keep one each as long as the workers have one to share, then they share too. Without GPUs, cpu.
+    """
+    if gpus is None:
+        gpus = gpu_count()
+    names = [f"cuda:{index}" for index in range(gpus)]
+    workers, ranks = list(run.workers.devices), list(run.trainer.devices)
+    if not workers:
+        free = [name for name in names if name not in ranks] or names
+        spare = len(free) - (0 if ranks else run.trainer.ranks)
+        workers = free[: max(1, min(run.workers.count, spare))] or ["cpu"]
+    if not ranks:
+        ranks = [name for name in names if name not in workers][: run.trainer.ranks] or names[-1:] or ["cpu"]
+    return Devices(list(islice(cycle(workers), run.workers.count)), list(islice(cycle(ranks), run.trainer.ranks)))

@@ -1,0 +1,197 @@
+"""Where everything of a run is.
+
+    <run directory>/    sockets, consumer.lock, rank locks, status.json, finished      `run_dir`
+    <ring_dir>/<run>/   rings, one file a worker                                       `ring_dir`
+    <output>/           checkpoints, metrics, logs                                     `output_dir`
+    <cache>/            prepared rows, converted targets, compile caches               `cache_dir`
+
+Run directories live under the first of PACELINE_RUNTIME_DIR, RUNTIME_DIRECTORY (systemd's, /run/paceline),
+$XDG_RUNTIME_DIR/paceline and /tmp/paceline-<uid>. They are the user's own (0700; 0750 under systemd, whose group
+may read the status): whoever could write there could speak for a worker. Imports neither pydantic nor torch.
+"""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .runfile import RunFile
+
+# sockaddr_un.sun_path holds 108 bytes, the closing NUL included (unix(7)).
+_SOCKET_PATH_BYTES = 107
+
+SYSTEM_RUNTIME = Path("/run/paceline")
+DEFAULT_RING_DIR = Path("/dev/shm/paceline")
+
+
+def _systemd_directory(variable: str) -> Path | None:
+    """The first folder systemd names in `variable` (it joins several with colons), if any."""
+    first = os.environ.get(variable, "").split(":")[0]
+    return Path(first) if first else None
+
+
+def private_folder(path: Path, mode: int = 0o700) -> Path:
+    """Create `path` (and its parents) with `mode` if it is missing, and check that it is this user's alone to write.
+
+    A folder that exists keeps its mode: a group may be let in to read, never to write.
+
+    Raises:
+        ConfigError: it is not a folder, is somebody else's, or others can write to it (or read it at all).
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=mode)
+        except FileExistsError:
+            pass
+        else:
+            path.chmod(mode)  # mkdir's mode passes through the umask
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make folder {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{path} is not a folder (a link does not count)")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"{path} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: run as its owner")
+    if found.st_mode & 0o027:
+        raise ConfigError(f"{path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): chmod it to 0700")
+    return path
+
+
+def _runtime_base() -> tuple[Path, int]:
+    """The folder of run directories, and the mode of what is created in it."""
+    if chosen := os.environ.get("PACELINE_RUNTIME_DIR"):
+        return Path(chosen).absolute(), 0o700
+    if system := _systemd_directory("RUNTIME_DIRECTORY"):
+        return system, 0o750
+    if session := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(session) / "paceline", 0o700
+    return Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}", 0o700
+
+
+def _check_base(base: Path) -> None:
+    """Refuse a base in which another user could put a folder of their own in a run directory's place."""
+    found = base.lstat() if not base.is_symlink() else base.stat()
+    shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+    if shared or found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{base} can be written by others: set PACELINE_RUNTIME_DIR to a folder of your own")
+
+
+def run_dir(name: str) -> Path:
+    """The directory of run `name`, created if missing.
+
+    Raises:
+        ConfigError: it cannot be made, or is not private to this user.
+    """
+    base, mode = _runtime_base()
+    if not base.exists():
+        private_folder(base, mode)
+    _check_base(base)
+    return private_folder(base / name, mode)
+
+
+def runtime_bases() -> list[Path]:
+    """Every folder in which a run directory may be, the own one first; for commands that look and create nothing."""
+    own, _ = _runtime_base()
+    return [own] if own == SYSTEM_RUNTIME else [own, SYSTEM_RUNTIME]
+
+
+def find_run_dirs(name: str | None = None) -> list[Path]:
+    """The run directories that exist and can be read, of one run or of all, sorted by name."""
+    found: list[Path] = []
+    for base in runtime_bases():
+        try:
+            found += [p for p in base.iterdir() if p.is_dir() and name in (None, p.name) and os.access(p, os.R_OK)]
+        except OSError:
+            continue  # no such base, or not ours to read: nothing to show there
+    return sorted(found, key=lambda path: path.name)
+
+
+def _address(path: Path) -> str:
+    size = len(os.fsencode(path))
+    if size > _SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"socket path {path} has {size} bytes, at most {_SOCKET_PATH_BYTES} fit: "
+            "set PACELINE_RUNTIME_DIR to a shorter folder"
+        )
+    return f"ipc://{path}"
+
+
+def feed_address(run: "RunFile") -> str:
+    """Where the feed listens for workers."""
+    return _address(run_dir(run.name) / "feed.sock")
+
+
+def ranks_address(run: "RunFile") -> str:
+    """Where the feed listens for ranks."""
+    return _address(run_dir(run.name) / "ranks.sock")
+
+
+def consumer_lock(run: "RunFile") -> Path:
+    """Held by the run's trainer for life."""
+    return run_dir(run.name) / "consumer.lock"
+
+
+def rank_lock(run: "RunFile", rank: int) -> Path:
+    """Held by one trainer rank for life."""
+    return run_dir(run.name) / f"rank-{rank}.lock"
+
+
+def up_lock(run: "RunFile") -> Path:
+    """Held by the run's supervisor (`paceline up`) for life."""
+    return run_dir(run.name) / "up.lock"
+
+
+def status_path(run: "RunFile") -> Path:
+    """status.json: what the trainer last said about itself."""
+    return run_dir(run.name) / "status.json"
+
+
+def finished_path(run: "RunFile") -> Path:
+    """The marker of a run that is done; workers that find it exit 0."""
+    return run_dir(run.name) / "finished"
+
+
+def ring_dir(run: "RunFile") -> Path:
+    """The folder of the run's rings. Not created here: the first ring's owner does (`private_folder`)."""
+    return Path(run.stream.ring_dir) / run.name
+
+
+def output_dir(run: "RunFile") -> Path:
+    """Checkpoints, metrics and logs; created if missing."""
+    folder = Path(run.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: cannot make folder {folder}: {error.strerror}") from None
+    return folder
+
+
+def checkpoint_dir(run: "RunFile") -> Path:
+    """The folder of the run's checkpoints; created by the first one."""
+    return Path(run.output) / "checkpoints"
+
+
+def log_dir(run: "RunFile") -> Path:
+    """The folder of the processes' logs under `paceline up`."""
+    return Path(run.output) / "logs"
+
+
+def cache_dir() -> Path:
+    """Prepared rows, converted targets and compile caches, shared by all runs of this user; created if missing."""
+    if chosen := os.environ.get("PACELINE_CACHE"):
+        folder = Path(chosen).expanduser().absolute()
+    elif system := _systemd_directory("CACHE_DIRECTORY"):
+        folder = system
+    else:
+        home = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(home) if home else Path.home() / ".cache") / "paceline"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make cache folder {folder}: {error.strerror}; set PACELINE_CACHE") from None
+    return folder

@@ -1,0 +1,185 @@
+"""What `paceline up` shows: a live screen on a terminal, else plain lines.
+
+Both are given the same events, child lines and status; neither starts a thread (see `up`).
+"""
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .runfile import RunFile
+from .telemetry import Status, bottleneck, duration
+
+if TYPE_CHECKING:
+    from .up import Child, View
+
+_LOG_LINE = re.compile(r"\[[^]]*\] step=\d+ loss=")
+_STYLES = {"running": "green", "restarts": "yellow", "failed": "bold red", "left": "dim", "stopped": "dim"}
+
+
+def make_view(run: RunFile, plain: bool = False) -> "View":
+    """The live screen if stdout is a terminal (and `plain` is not asked for), else plain lines."""
+    console = Console(highlight=False)
+    if plain or not console.is_terminal:
+        return PlainView()
+    return LiveView(run, console)
+
+
+class PlainView:
+    """Every event and every line of every child, with the name of who says it."""
+
+    def event(self, text: str, urgent: bool = False) -> None:
+        self.line("up", text)
+
+    def line(self, child: str, text: str) -> None:
+        for part in text.splitlines():
+            print(f"{child:<7} | {_unnamed(child, part)}", file=sys.stdout, flush=True)
+
+    def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LiveView:
+    """A screen of fixed place under the events and the trainer's own remarks."""
+
+    def __init__(self, run: RunFile, console: Console) -> None:
+        self._run, self._console = run, console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+        self._begun = time.time()
+        self._last: Status | None = None
+
+    def event(self, text: str, urgent: bool = False) -> None:
+        stamp = time.strftime("%H:%M:%S")
+        self._live.console.print(Text(f"{stamp} ", style="dim") + Text(text, style="bold red" if urgent else ""))
+
+    def line(self, child: str, text: str) -> None:
+        # Log lines are the screen's own figures; workers' lines are in their table row.
+        if child in ("trainer", "prepare") and not _LOG_LINE.match(text):
+            self._live.console.print(Text(f"{child:>8} ", style="cyan") + Text(_unnamed(child, text)), soft_wrap=True)
+
+    def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
+        self._last = status or self._last
+        self._live.update(self._screen(children, status), refresh=True)
+
+    def close(self) -> None:
+        """Leaves the last figures standing, without what was only true while the run was up."""
+        self._live.update(Group(*self._summary()), refresh=True)
+        self._live.stop()
+
+    def _summary(self) -> list[RenderableType]:
+        return [self._title(), _steps(self._last), *_figures(self._last)] if self._last else [self._title()]
+
+    def _screen(self, children: "Sequence[Child]", status: Status | None) -> RenderableType:
+        parts = self._summary()
+        parts.append(_processes(children, self._last))
+        if waits := bottleneck(status or {}):
+            parts.append(Text(waits, style="italic"))
+        parts.append(Text(f"Ctrl-C stops with a checkpoint · logs in {self._run.output}/logs", style="dim"))
+        return Group(*parts)
+
+    def _title(self) -> Text:
+        run = self._run
+        text = Text.assemble(("paceline ", "bold"), (run.name, "bold cyan"))
+        shape = f"  {run.workers.count}-{run.trainer.ranks}: {_count(run.workers.count, 'worker')}, "
+        text.append(f"{shape}{_count(run.trainer.ranks, 'rank')}  up {duration(time.time() - self._begun)}", "dim")
+        return text
+
+
+def _unnamed(child: str, line: str) -> str:
+    """A line without the child's own name in front, which is shown next to it."""
+    return line.removeprefix(f"{child}: ")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def _steps(status: Status) -> RenderableType:
+    step, total = status.get("step", 0), status.get("total_steps")
+    state, message = status.get("state", ""), status.get("message", "")
+    if message.startswith(state):  # "waiting", "waiting for a worker"
+        state, message = message, ""
+    row = Table.grid(padding=(0, 1))
+    row.add_row(
+        Text(f"step {step:,}" + (f" of {total:,}" if total else ""), style="bold"),
+        ProgressBar(total=float(total or 1), completed=float(step), width=32),
+        Text(f"{step / total:4.0%}" if total else ""),
+        Text(f"ETA {duration(status.get('eta_s'))}"),
+        Text(state, style="green" if state == "training" else "yellow"),
+        Text(message, style="dim"),
+    )
+    return row
+
+
+def _figures(status: Status) -> list[Text]:
+    def known(key: str, form: str, scale: float = 1.0) -> str:
+        value = status.get(key)
+        return "-" if value is None else format(value * scale, form)
+
+    def line(*pairs: tuple[str, str]) -> Text:
+        text = Text()
+        for name, value in pairs:
+            text.append(f"{name} ", "dim").append(f"{value}   ")
+        return text
+
+    if "loss" not in status and "target_bps" not in status:
+        return []
+    epochs = f" of {status['epochs']}" if "epochs" in status else ""
+    learning = [("loss", known("loss", ".3f")), ("acc", known("acc", ".2f")), ("tau", known("tau", ".2f"))]
+    if "tau_chain" in status:
+        learning.append(("tau_chain", known("tau_chain", ".2f")))
+    rates = [
+        ("target", f"{known('target_bps', '.2f')} batches/s"),
+        ("drafter", f"{known('drafter_bps', '.2f')} batches/s, {known('tokens_per_s', '.1f', 1e-3)} Ktok/s"),
+        ("ranks", f"compute {known('wait_gpu', '.0%')}, wait for data {known('wait_data', '.0%')}"),
+    ]
+    if status.get("listed"):
+        rates.append(("listed", f"{status.get('listed')}"))
+    return [line(*learning, ("lr", known("lr", ".1e")), ("epoch", known("epoch", ".2f") + epochs)), line(*rates)]
+
+
+def _processes(children: "Sequence[Child]", status: Status | None) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    for column in ("process", "pid", "state", "up", "q_pre", "ring"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("last said", no_wrap=True, overflow="ellipsis", ratio=1)
+    for child in children:
+        said = "" if _LOG_LINE.match(child.last_line) else _unnamed(child.name, child.last_line)
+        state = child.state if not child.restarts else f"{child.state}, {_count(child.restarts, 'restart')}"
+        if child.state == "restarts":
+            state = f"restarts in {max(child.start_at - time.monotonic(), 0):.0f}s"
+        running = child.state == "running"
+        table.add_row(
+            child.name,
+            str(child.pid or ""),
+            Text(state, style=_STYLES.get(child.state, "")),
+            duration(time.time() - child.started) if running else "",
+            *_queues(child.name, status if running else None),
+            Text(said, style="dim"),
+        )
+    return table
+
+
+def _queues(name: str, status: Status | None) -> tuple[str, str]:
+    """A worker's tokenised batches, and its ring with one mark a slot: filled for READY."""
+    if status is None:
+        return "", ""
+    pre, ready, slots = status.get("q_pre", []), status.get("q_hs", []), status.get("slots", 0)
+    names = status.get("names", [f"w{place}" for place in range(len(ready))])
+    index = names.index(name) if name in names else len(ready)
+    if index >= len(ready):
+        return "", ""
+    marks = "■" * ready[index] + "□" * max(slots - ready[index], 0)
+    return str(pre[index]) if index < len(pre) else "", f"{marks} {ready[index]}"

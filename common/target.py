@@ -1,0 +1,617 @@
+"""The target: loading it, finding its parts, and running its decoder for hidden states.
+
+The only module of `common` that imports torch. Worker, trainer ranks and evaluation use it; nothing that the command
+line, ring, wire or feed import reaches it. It owns no files and writes to no ring: states go to the caller's `sink`.
+
+`Target` runs the decoder up to the deepest layer asked for, in one of three ways, chosen by `self_check()`:
+
+    packed   all rows end to end in one sequence; attention is told the boundaries (`packed_attention`)
+    padded   rows of like length side by side, padded on the right, where causal rows never look
+    alone    one row at a time
+
+A mask or a cache would turn off transformers' own packing in silence, and models with attention sinks, recurrent or
+convolutional layers leak from row to row. So a way is used only after it reproduced rows run alone by the model's own
+attention. No way builds a mask of T x T over a batch.
+"""
+
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .errors import ConfigError
+from .gguf import converted
+from .target_info import TargetInfo, load_config, target_folder, target_info
+
+__all__ = ["FrozenHead", "Sink", "Target", "converted", "load_causal_lm", "packed_attention"]
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[int, Tensor, int], None]  # (plane, states [t, H], index of the first token)
+Mode = Literal["packed", "padded", "alone"]
+
+PADDED_TOKENS = 8192  # most tokens, padding included, that run side by side
+PADDED_SHARE = 0.8  # a row joins longer ones when it is at least so long, relative to the longest
+WINDOW_BLOCK = 512  # queries that share one mask in a sliding-window layer
+CHECK_LENGTHS = (23, 17, 40)  # rows of the self-check; another one is longer than the sliding window
+CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check reaches across
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # relative error of states, mean of tokens
+
+_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "embedding_norm")
+
+
+class _LastLayer(Exception):
+    """Leaves the decoder's forward once the deepest layer asked for has run."""
+
+
+class _Unpackable(Exception):
+    """The model's attention needs something that `packed_attention` does not do."""
+
+
+# Packed attention --------------------------------------------------------------------------------------------------
+
+PACKED = "paceline_varlen"
+
+
+@dataclass
+class _Boundaries:
+    """What `packed_attention` must know of the batch that runs; the model's code does not pass it down."""
+
+    cu_seqlens: Sequence[int]  # R+1 offsets
+    device: torch.device
+    windows: set[int | None] = field(default_factory=set)  # the sliding windows that layers asked for
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        return torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(end - start for start, end in pairwise(self.cu_seqlens))
+
+
+_boundaries: ContextVar[_Boundaries | None] = ContextVar("paceline_boundaries", default=None)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each row of a packed batch; transformers' attention function `paceline_varlen`.
+
+    query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] give [1, T, Hq, Dv]. A query at position t of its row
+    sees keys max(0, t-W+1) to t, W being the sliding window. Half precision on CUDA runs torch's varlen kernel;
+    elsewhere one SDPA call a row, whose cost is also the sum of squared row lengths.
+    """
+    bounds = _boundaries.get()
+    if bounds is None:
+        raise RuntimeError("packed_attention runs only inside Target.forward_states")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    wanted = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    wanted += ["bidirectional"] * (not causal) + ["mask"] * (attention_mask is not None)
+    if wanted:
+        raise _Unpackable(f"its attention uses {', '.join(wanted)}")
+    bounds.windows.add(sliding_window)
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and half and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
+        return _varlen(query, key, value, bounds, scaling, sliding_window), None
+    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for start, end in pairwise(bounds.cu_seqlens):
+        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
+        output[:, start:end] = _row_attention(q, k, v, scaling, sliding_window).transpose(1, 2)
+    return output, None
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: _Boundaries, scaling: float | None, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        bounds.offsets,
+        bounds.offsets,
+        bounds.longest,
+        bounds.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+    assert isinstance(output, Tensor)  # a pair only when auxiliary outputs are asked for
+    return output[None]
+
+
+def _row_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """One row's causal attention, [1, Hq, t, Dv]; in blocks of queries where a sliding window bites."""
+    grouped = q.shape[1] != k.shape[1]
+    length = q.shape[2]
+    if window is None or length <= window:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+    blocks = []
+    for start in range(0, length, WINDOW_BLOCK):
+        end, low = min(start + WINDOW_BLOCK, length), max(0, start - window + 1)
+        back = torch.arange(start, end, device=q.device)[:, None] - torch.arange(low, end, device=q.device)
+        keys, values, seen = k[:, :, low:end], v[:, :, low:end], (back >= 0) & (back < window)
+        blocks.append(
+            scaled_dot_product_attention(
+                q[:, :, start:end], keys, values, attn_mask=seen, scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(blocks, dim=2)
+
+
+# A name without a mask function makes transformers build no mask.
+ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences transformers' progress bars and load reports, which would end up in the journal."""
+    logger = transformers.utils.logging
+    before = logger.get_verbosity()
+    logger.set_verbosity_error()
+    logger.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.set_verbosity(before)
+        logger.enable_progress_bar()
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a run file's dtype name."""
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+
+
+def compute_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
+    """The dtype to compute in: `dtype`, or float32 where the CPU has no fast half-precision matmul.
+
+    Without AVX-512 or better, PyTorch's bfloat16 matmul is 5 to 10 times slower than float32 (measured on an EPYC with
+    AVX2: 5 against 40 GFLOP/s). Weights keep the values `dtype` gives them; states are rounded to it when recorded.
+    """
+    dtype, device = as_dtype(dtype), torch.device(device)
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    ops = torch.ops.mkldnn
+    fast = ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
+    return dtype if fast else torch.float32
+
+
+def _load(
+    folder: Path, dtype: str | torch.dtype, trust_remote_code: bool, *, config: Any = None, need_head: bool = True
+) -> PreTrainedModel:
+    """A causal LM on the CPU, in eval mode and without gradients. Every weight it uses comes from the checkpoint."""
+    config = config if config is not None else load_config(folder, trust_remote_code)
+    model, report = None, {}
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        remote = trust_remote_code and auto.__name__ in (getattr(config, "auto_map", None) or {})
+        if not remote and type(config) not in auto._model_mapping:
+            continue
+        with _quiet():
+            try:
+                model, report = auto.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=as_dtype(dtype),
+                    trust_remote_code=trust_remote_code,
+                    output_loading_info=True,
+                )
+            except (OSError, ImportError, RuntimeError) as error:
+                raise ConfigError(
+                    f"target.path: {folder} does not load: {str(error).strip().splitlines()[0]}"
+                ) from error
+        break
+    if model is None:
+        raise ConfigError(f"target.path: {folder}: model type {config.model_type!r} has no causal language model")
+    _check_report(folder, model, report, need_head)
+    return model.eval().requires_grad_(False)
+
+
+def _check_report(folder: Path, model: PreTrainedModel, report: dict[str, Any], need_head: bool) -> None:
+    """ConfigError if transformers made up weights that the checkpoint lacks or that have another shape."""
+    head = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    missing = sorted(set(report["missing_keys"]) - (set() if need_head else head))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        hint = "; its config says that the head is not tied to the embedding" if set(missing) <= head else ""
+        raise ConfigError(f"target.path: {folder} lacks the weight {missing[0]}{more}{hint}")
+    if report["mismatched_keys"]:
+        name = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])[0]
+        raise ConfigError(f"target.path: {folder}: the shape of {name} does not fit config.json")
+
+
+class Parts(NamedTuple):
+    """Where a causal LM keeps what paceline needs."""
+
+    decoder: PreTrainedModel
+    layers: nn.ModuleList
+    norm: nn.Module  # the final norm
+    embedding: nn.Embedding
+    head: nn.Linear
+
+
+def find_parts(model: PreTrainedModel) -> Parts:
+    """Decoder, its layers, final norm, embedding and head of a causal LM, wrapped (multimodal) ones included.
+
+    Raises ConfigError naming the part that is not found: a guess would train on the wrong states in silence.
+    """
+    kind = type(model).__name__
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel) or decoder is model:
+        raise ConfigError(f"target: no decoder found in {kind}")
+    text = model.config.get_text_config(decoder=True)
+    stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    layers = next((stack for stack in stacks if len(stack) == text.num_hidden_layers), None)
+    if layers is None:
+        raise ConfigError(f"target: no stack of {text.num_hidden_layers} layers found in {type(decoder).__name__}")
+    norm = next((module for name in _NORMS if isinstance(module := getattr(decoder, name, None), nn.Module)), None)
+    if norm is None:
+        raise ConfigError(f"target: no final norm found in {type(decoder).__name__} (looked for {', '.join(_NORMS)})")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        raise ConfigError(f"target: no token embedding found in {kind}")
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"target: no language-model head found in {kind}")
+    return Parts(decoder, layers, norm, embedding, head)
+
+
+def load_causal_lm(
+    path: str, dtype: str | torch.dtype, device: str | torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The whole model, head included, for generation. `path` is a folder, GGUF file or hub id."""
+    model = _load(target_folder(path), dtype, trust_remote_code)
+    return model.to(device)  # pyright: ignore[reportArgumentType] (its stub takes no torch.device)
+
+
+# The frozen head ---------------------------------------------------------------------------------------------------
+
+
+class FrozenHead(nn.Module):
+    """A target's embedding, final norm and head, without gradients; what drafter and losses use of it.
+
+    `embed_weight` and `head_weight` are [V, H] (one tensor when tied), `norm` is the target's final norm.
+    """
+
+    def __init__(self, embedding: nn.Embedding, norm: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = embedding, norm, head
+        self.requires_grad_(False)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str | torch.dtype = "bfloat16",
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+    ) -> "FrozenHead":
+        """Reads embedding, norm and head (and one decoder layer, dropped again) of a folder, GGUF file or hub id.
+
+        Raises ConfigError when one of them is not in the checkpoint, or the head has a bias.
+        """
+        folder = target_folder(path)
+        config = _first_layers(load_config(folder, trust_remote_code), 1)
+        parts = find_parts(_load(folder, dtype, trust_remote_code, config=config))
+        if parts.head.bias is not None:
+            raise ConfigError(f"target.path: {folder}: a head with a bias is not supported")
+        if parts.head.weight.shape != parts.embedding.weight.shape:
+            shapes = f"{list(parts.embedding.weight.shape)} and {list(parts.head.weight.shape)}"
+            raise ConfigError(f"target.path: {folder}: embedding and head differ in shape, {shapes}")
+        return cls(parts.embedding, parts.norm, parts.head).to(device)
+
+    @property
+    def embed_weight(self) -> Tensor:
+        return self.embedding.weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.head.weight
+
+    @property
+    def tied(self) -> bool:
+        return self.embedding.weight.data_ptr() == self.head.weight.data_ptr()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., H] input embeddings of token ids, scaled where the target scales them (Gemma)."""
+        return self.embedding(ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of states [..., H] that have been through a final norm."""
+        return self.head(hidden)
+
+
+def _first_layers(config: Any, count: int) -> Any:
+    """A config of only the first `count` decoder layers: their number and every list with an entry a layer are cut.
+
+    transformers then reads no other layer. Not for running: some models share keys and values from the last layers.
+    """
+    config = type(config).from_dict(config.to_dict())
+    text = config.get_text_config(decoder=True)
+    total = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == total:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return config
+
+
+# Running -----------------------------------------------------------------------------------------------------------
+
+
+class Target:
+    """A target's decoder on one device, without the layers that nobody asks for and without its head."""
+
+    def __init__(self, info: TargetInfo, decoder: PreTrainedModel, layers: nn.ModuleList, device: torch.device) -> None:
+        self.info = info
+        self.decoder = decoder
+        self.layers = layers
+        self.device = device
+        self.mode: Mode = "alone"
+        self._own_attention = str(decoder.config._attn_implementation)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str | torch.dtype = "bfloat16",
+        device: str | torch.device = "cpu",
+        last_layer: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Loads the decoder of a folder, GGUF file or hub id, with layers 0 to `last_layer` (all of them if None).
+
+        Weights are rounded to `dtype`; it computes in `compute_dtype(dtype, device)`, which states come out in.
+        The model is read whole before layers are dropped, since some depend on how many there are. Runs rows alone
+        until `self_check()` finds a faster way. Raises ConfigError.
+        """
+        info = target_info(path, trust_remote_code)
+        parts = find_parts(_load(Path(info.path), dtype, trust_remote_code, need_head=False))
+        if last_layer is not None:
+            if not 0 <= last_layer < info.num_layers:
+                raise ConfigError(
+                    f"target: layer {last_layer} is out of range; it has layers 0 to {info.num_layers - 1}"
+                )
+            del parts.layers[last_layer + 1 :]
+        device = torch.device(device)
+        try:
+            decoder = parts.decoder.to(device, compute_dtype(dtype, device))  # pyright: ignore[reportArgumentType]
+        except torch.OutOfMemoryError:
+            raise ConfigError(f"target.path: {info.path} does not fit into the memory of {device}") from None
+        return cls(info, decoder, parts.layers, device)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether rows run packed: true only after a `self_check()` that proved it."""
+        return self.mode == "packed"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.layers[0].parameters()).dtype
+
+    @torch.inference_mode()
+    def forward_states(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Sequence[int],
+        layer_ids: Sequence[int],
+        sink: Sink,
+        last_hidden: bool = False,
+    ) -> None:
+        """Runs rows and hands the asked layers' outputs to `sink(plane, states, first)` from inside each layer's hook.
+
+        tokens int64 [T] (any device), row r at [cu_seqlens[r], cu_seqlens[r+1]). Plane i is layer_ids[i]; with
+        `last_hidden` one more holds the last layer's output, before the final norm. `states` is [t, H], of tokens
+        first to first+t-1: the whole batch when packed, else one row; it is the caller's to read until the call
+        returns. What `sink` raises ends the forward.
+        """
+        planes = self._planes(layer_ids, last_hidden)
+        tokens = tokens.to(self.device, torch.long)
+        hidden = self.info.hidden_size
+        if self.mode == "packed":
+            bounds = _Boundaries(cu_seqlens, self.device)
+            self._packed(tokens, bounds, planes, lambda plane, out: sink(plane, out.reshape(-1, hidden), 0))
+            return
+        for group in _groups(cu_seqlens, self.mode):
+            starts = [cu_seqlens[row] for row in group]
+            lengths = [cu_seqlens[row + 1] - cu_seqlens[row] for row in group]
+            ids = tokens.new_zeros(len(group), max(lengths))
+            for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                ids[i, :length] = tokens[start : start + length]
+
+            def deliver(plane: int, out: Tensor, starts: list[int] = starts, lengths: list[int] = lengths) -> None:
+                for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                    sink(plane, out[i, :length], start)
+
+            self._run(planes, deliver, input_ids=ids)
+
+    def _planes(self, layer_ids: Sequence[int], last_hidden: bool) -> dict[int, list[int]]:
+        """Layer to its planes; ConfigError for a layer that is out of range or was dropped at load."""
+        wanted = [*layer_ids, self.info.num_layers - 1] if last_hidden else list(layer_ids)
+        planes: dict[int, list[int]] = defaultdict(list)
+        for plane, layer in enumerate(wanted):
+            if not 0 <= layer < len(self.layers):
+                raise ConfigError(f"target: layer {layer} was not loaded; layers 0 to {len(self.layers) - 1} were")
+            planes[layer].append(plane)
+        return planes
+
+    def _packed(self, tokens: Tensor, bounds: _Boundaries, planes: dict[int, list[int]], deliver: Any) -> None:
+        lengths = [end - start for start, end in pairwise(bounds.cu_seqlens)]
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
+        token = _boundaries.set(bounds)
+        try:
+            self._run(planes, deliver, input_ids=tokens[None], position_ids=positions[None])
+        finally:
+            _boundaries.reset(token)
+
+    def _run(self, planes: dict[int, list[int]], deliver: Callable[[int, Tensor], None], **inputs: Tensor) -> None:
+        """One pass of the decoder. Hooks sit only on the layers asked for; the deepest one's ends the pass."""
+        deepest = max(planes)
+        shape = (*inputs["input_ids"].shape, self.info.hidden_size)
+
+        def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
+            def run(module: nn.Module, args: Any, output: Any) -> None:
+                states = output[0] if isinstance(output, tuple) else output
+                if not isinstance(states, Tensor) or states.shape != shape:
+                    raise ConfigError(
+                        f"target: layer {layer} ({type(module).__name__}) gives no states of shape {shape}"
+                    )
+                for plane in planes[layer]:
+                    deliver(plane, states)
+                if layer == deepest:
+                    raise _LastLayer
+
+            return run
+
+        handles = [self.layers[layer].register_forward_hook(hook(layer)) for layer in planes]
+        try:
+            with contextlib.suppress(_LastLayer):
+                self.decoder(**inputs, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # Which way is right for this model
+
+    @torch.inference_mode()
+    def self_check(self, *, pack: bool = True) -> None:
+        """Chooses packed, padded or alone: the first way that gives the states of rows run alone, and logs which.
+
+        The reference is the model's own attention on one row at a time. Packing must also leave later rows unmoved
+        when the first row's tokens change.
+        """
+        started = time.monotonic()
+        rows = self._check_rows()
+        self._use("alone")
+        alone = self._states(rows)
+        for mode in ("packed", "padded") if pack else ("padded",):
+            try:
+                self._use(mode)
+                fault = self._fault(rows, alone)
+            except (_Unpackable, RuntimeError, ValueError, TypeError) as error:
+                fault = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if fault is None:
+                break
+            log.info("rows do not run %s: %s", mode, fault)
+            self._use("alone")
+        log.info("self-check: rows run %s (%.1f s)", self.mode, time.monotonic() - started)
+
+    def _use(self, mode: Mode) -> None:
+        wanted = PACKED if mode == "packed" else self._own_attention
+        if str(self.decoder.config._attn_implementation) != wanted:
+            with _quiet():
+                self.decoder.set_attn_implementation(wanted)
+        if str(self.decoder.config._attn_implementation) != wanted:
+            raise _Unpackable("its attention cannot be replaced")
+        self.mode = mode
+
+    def _check_rows(self) -> list[Tensor]:
+        lengths = list(CHECK_LENGTHS)
+        window = getattr(self._text, "sliding_window", None) or 0
+        if 0 < window <= CHECK_WINDOW.get(self.device.type, 512):
+            lengths.append(window + 33)
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(self.info.vocab_size, (length,), generator=generator) for length in lengths]
+
+    @property
+    def _text(self) -> Any:
+        return self.decoder.config.get_text_config(decoder=True)
+
+    def _states(self, rows: list[Tensor]) -> list[Tensor]:
+        """The deepest loaded layer's output for each row, float32 [t, H], in the current mode."""
+        cu_seqlens = [0]
+        for row in rows:
+            cu_seqlens.append(cu_seqlens[-1] + len(row))
+        whole = torch.empty(cu_seqlens[-1], self.info.hidden_size, device=self.device)
+
+        def keep(plane: int, states: Tensor, first: int) -> None:
+            whole[first : first + len(states)] = states
+
+        self.forward_states(torch.cat(rows), cu_seqlens, [len(self.layers) - 1], keep)
+        return [whole[start:end] for start, end in pairwise(cu_seqlens)]
+
+    def _fault(self, rows: list[Tensor], alone: list[Tensor]) -> str | None:
+        """Why the current mode is wrong for this model; None if it is right."""
+        if self.mode == "packed":
+            kinds = set(getattr(self._text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+            if kinds:
+                return f"it has layers of type {', '.join(sorted(kinds))}"
+            if (fault := self._window_fault(rows)) is not None:
+                return fault
+        limit = TOLERANCE.get(self.dtype, 1e-3)
+        states = self._states(rows)
+        error = max(_error(a, b) for a, b in zip(states, alone, strict=True))
+        if not error <= limit:
+            return f"states differ from a row's alone by {error:.2g} (at most {limit:g})"
+        others = self._states([(rows[0] + 1) % self.info.vocab_size, *rows[1:]])
+        moved = max(_error(a, b) for a, b in zip(others[1:], states[1:], strict=True))
+        if not moved <= limit:
+            return f"the first row's tokens move later rows by {moved:.2g} (at most {limit:g})"
+        return None
+
+    def _window_fault(self, rows: list[Tensor]) -> str | None:
+        """A window wider than the check's rows cannot be seen in the states, so what layers ask for is compared."""
+        tokens = torch.cat(rows[:1]).to(self.device)
+        bounds = _Boundaries([0, len(tokens)], self.device)
+        self._packed(tokens, bounds, {len(self.layers) - 1: [0]}, lambda plane, out: None)
+        kinds, window = getattr(self._text, "layer_types", None), getattr(self._text, "sliding_window", None)
+        wanted = {window}
+        if kinds:
+            wanted = {window if kind == "sliding_attention" else None for kind in kinds[: len(self.layers)]}
+        if not bounds.windows:
+            return "its attention does not go through transformers' attention functions"
+        if bounds.windows != wanted:
+            return f"layers ask for sliding windows {bounds.windows}, the config for {wanted}"
+        return None
+
+
+def _groups(cu_seqlens: Sequence[int], mode: Mode) -> list[list[int]]:
+    """Rows that run side by side: of like length, longest first, within PADDED_TOKENS; each alone in mode alone."""
+    lengths = [end - start for start, end in pairwise(cu_seqlens)]
+    if mode == "alone":
+        return [[row] for row in range(len(lengths))]
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        fits = groups and longest * (len(groups[-1]) + 1) <= PADDED_TOKENS
+        if fits and lengths[row] >= PADDED_SHARE * longest:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _error(states: Tensor, reference: Tensor) -> float:
+    """Relative error of states [t, H]: the largest of the means over the first 4, last 8 and all tokens.
+
+    A leak from the row before shows at the start (a convolution) or everywhere, a wrong sliding window at the end.
+    """
+    each = (states - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-12)
+    return max(float(part.mean()) for part in (each[:4], each[-8:], each))

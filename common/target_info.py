@@ -1,0 +1,224 @@
+"""What the rest of the project needs to know of a target without loading it: shapes, token ids and an identity.
+
+`target_info()` reads the config and hashes the weight files; it imports transformers only when called. The decoder's
+own config counts: for a wrapped (multimodal) model that is its text config. Loading is `target.py`'s business.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .runfile import RunFile
+
+EDGE = 1 << 20  # bytes hashed at either end of a weight file
+CONVERTED = "paceline.json"  # what a folder converted from a GGUF file says of its source
+WEIGHTS = ("*.safetensors", "*.bin")
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """A target's decoder. `path` is the local folder with its weights; `identity` changes with config or weights."""
+
+    path: str
+    model_type: str
+    architectures: tuple[str, ...]
+    hidden_size: int
+    num_layers: int
+    vocab_size: int  # rows of the embedding, padding included
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_id: int | None  # the first, where the config lists several
+    tie_word_embeddings: bool
+    identity: str
+
+
+def target_folder(path: str) -> Path:
+    """The local folder of a target given as folder, GGUF file (converted once) or hub id (downloaded once)."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(f"target.path: {local} has no config.json; give the folder of a transformers model")
+        return local
+    if local.suffix == ".gguf":
+        if not local.is_file():
+            raise ConfigError(f"target.path: there is no file {local}")
+        from .gguf import converted
+
+        return converted(local)
+    if local.exists():
+        raise ConfigError(f"target.path: {local} is neither a model folder nor a .gguf file")
+    return _hub_folder(path)
+
+
+def _hub_folder(name: str) -> Path:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"target.path: there is no folder {name}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"target.path: no folder {name} here, and the hub did not give it: {reason}") from None
+
+
+def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """transformers' config of a model folder; ConfigError where it is broken or of an unknown type."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise ConfigError(f"target.path: {folder}/config.json: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def target_info(path: str, trust_remote_code: bool = False) -> TargetInfo:
+    """Shapes, token ids and identity of the target at `path` (folder, GGUF file or hub id); loads no weights."""
+    folder = target_folder(path)
+    config = load_config(folder, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    hidden, heads = _whole(text, folder, "hidden_size"), _whole(text, folder, "num_attention_heads")
+    return TargetInfo(
+        path=str(folder),
+        model_type=str(config.model_type),
+        architectures=tuple(config.architectures or ()),
+        hidden_size=hidden,
+        num_layers=_whole(text, folder, "num_hidden_layers"),
+        vocab_size=_whole(text, folder, "vocab_size"),
+        intermediate_size=_widest(getattr(text, "intermediate_size", None)) or 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or hidden // heads,
+        rms_norm_eps=float(_first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps") or 1e-6),
+        rope_theta=_rope_theta(text),
+        max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or 0),
+        bos_token_id=_token(config, text, "bos_token_id"),
+        eos_token_id=_token(config, text, "eos_token_id"),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        identity=identity(str(folder)),
+    )
+
+
+def _whole(config: Any, folder: Path, key: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"target.path: {folder}/config.json gives no {key}; is it a decoder-only language model?")
+    return value
+
+
+def _widest(value: Any) -> int | None:
+    return max(value) if isinstance(value, list | tuple) else value
+
+
+def _first(config: Any, *keys: str) -> Any:
+    return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
+
+
+def _token(config: Any, text: Any, key: str) -> int | None:
+    value = _first(text, key)
+    if value is None:
+        value = _first(config, key)
+    if isinstance(value, list | tuple):
+        value = value[0] if value else None
+    return value
+
+
+def _rope_theta(text: Any) -> float:
+    """The base of full-attention layers; 10,000 where the target has no rotary embedding."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention") or parameters
+    return float(parameters.get("rope_theta") or getattr(text, "rope_theta", None) or 10_000.0)
+
+
+@lru_cache(maxsize=8)
+def identity(folder: str) -> str:
+    """A hash of the config and of the weight files' names, sizes, safetensors headers and first and last MB.
+
+    Reads at most a few MB a file, so a changed tensor in the middle of an equal-sized file with equal edges is missed.
+    """
+    root = Path(folder)
+    source = root / CONVERTED
+    if source.is_file():
+        return str(json.loads(source.read_text())["identity"])
+    files = sorted(path for pattern in WEIGHTS for path in root.glob(pattern))
+    if not files:
+        raise ConfigError(f"target.path: {root} has a config.json but no weights (*.safetensors or *.bin)")
+    config = json.loads((root / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    config.pop("transformers_version", None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in files:
+        digest.update(path.name.encode())
+        _hash_edges(digest, path)
+    return digest.hexdigest()[:32]
+
+
+def file_identity(path: Path) -> str:
+    """The identity of a target in one file (GGUF), whatever the file is called."""
+    digest = hashlib.sha256(b"gguf")
+    _hash_edges(digest, path)
+    return digest.hexdigest()[:32]
+
+
+def _hash_edges(digest: Any, path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(EDGE)
+        digest.update(size.to_bytes(8, "little") + head)
+        header = int.from_bytes(head[:8], "little") if path.suffix == ".safetensors" else 0
+        if EDGE < header < size:
+            digest.update(file.read(header + 8 - EDGE))
+        file.seek(max(file.tell(), size - EDGE))
+        digest.update(file.read())
+
+
+def default_layer_ids(num_layers: int, draft_layers: int) -> list[int]:
+    """Layers spread over the target, one per draft layer: round(1 + i (L-4)/(n-1)), and L//2 for one draft layer.
+
+    Half rounds to even. Source: z-lab's released drafters (arXiv 2602.06036): 36 layers give [1, 9, 17, 25, 33].
+    """
+    if draft_layers == 1:
+        return [num_layers // 2]
+    ids = [round(1 + i * (num_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]
+    if len(set(ids)) < len(ids) or min(ids) < 0:
+        raise ConfigError(
+            f"target.layer_ids: the target's {num_layers} layers are too few to spread {draft_layers} over; "
+            "name the layers in target.layer_ids"
+        )
+    return ids
+
+
+def resolve_layer_ids(run: RunFile, info: TargetInfo) -> list[int]:
+    """The run's recorded layers in ascending order; ConfigError when out of range, repeated or out of order."""
+    ids = run.target.layer_ids
+    if ids is None:
+        return default_layer_ids(info.num_layers, run.drafter.layers)
+    if not ids:
+        raise ConfigError("target.layer_ids: give at least one layer, or leave the key out")
+    for layer in ids:
+        if not 0 <= layer < info.num_layers:
+            raise ConfigError(
+                f"target.layer_ids: {layer} is out of range; the target has layers 0 to {info.num_layers - 1}"
+            )
+    if len(set(ids)) < len(ids):
+        raise ConfigError(f"target.layer_ids: {ids} names a layer twice")
+    if sorted(ids) != ids:
+        raise ConfigError(f"target.layer_ids: {ids} must ascend, as engines that serve the drafter capture in order")
+    return list(ids)

@@ -1,0 +1,434 @@
+"""`paceline up`: one machine's trainer and workers under one supervisor, without systemd.
+
+Each child runs in a process group of its own, so that Ctrl-C reaches the supervisor alone, and gets SIGTERM from the
+kernel if the supervisor dies. A child writes to its log itself (<output>/logs/<name>.log) and the supervisor reads the
+log after it: a supervisor that is stopped or killed never blocks a child or breaks its pipe.
+
+    exit 0              the trainer: the run is over, workers leave or are sent SIGTERM; a worker: it left
+    exit 2, 78          wrong use or configuration: everything stops with that code; the child's lines say why
+    anything else       started again after a pause, at most `Policy.limit` times in `Policy.window` seconds
+    Ctrl-C, SIGTERM     the trainer is told first and writes a checkpoint; a second Ctrl-C kills
+
+The supervisor is one thread: PR_SET_PDEATHSIG follows the thread that forks, and `preexec_fn` wants no others.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import paths
+from .errors import ConfigError, PacelineError
+from .locks import FileLock, held_by
+from .runfile import RunFile, load
+from .telemetry import STALE_SECONDS, Status, read_status
+
+TRAINER = "trainer"
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_FATAL = (2, 78)
+_TICK = 0.2  # seconds between looks at children, logs and status
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How children are restarted and stopped. Times in seconds."""
+
+    limit: int = 10  # failures of one child ...
+    window: float = 300.0  # ... within so long end the run
+    first_pause: float = 1.0  # doubles with each failure in the window
+    longest_pause: float = 30.0
+    leave: float = 15.0  # for workers to find that the run is over
+    stop: float = 300.0  # from SIGTERM to SIGKILL: a checkpoint must fit
+
+
+class Tail:
+    """The lines added to a file since it was opened here; a line is complete at a newline or a carriage return."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - open for the child's life
+        self._file.seek(0, os.SEEK_END)
+        self._rest = b""
+
+    def lines(self, last: bool = False) -> list[str]:
+        """New complete lines; with `last` also what stands without a line end."""
+        *whole, self._rest = re.split(rb"[\r\n]", self._rest + (self._file.read() or b""))
+        if last or len(self._rest) > 1 << 16:
+            whole.append(self._rest)
+            self._rest = b""
+        return [text for line in whole if (text := line.decode(errors="replace").rstrip())]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass
+class Child:
+    """A process of the run and what became of it."""
+
+    name: str
+    command: list[str]
+    log: Path
+    state: str = "to start"  # "running", "restarts", "left", "failed", "stopped"
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0  # time.time()
+    restarts: int = 0
+    start_at: float = 0.0  # time.monotonic(), when it is to be started again
+    failures: deque[float] = field(default_factory=deque)
+    own_lines: deque[str] = field(default_factory=lambda: deque(maxlen=15))
+    tail: Tail | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    @property
+    def last_line(self) -> str:
+        return self.own_lines[-1] if self.own_lines else ""
+
+    def start(self, environment: dict[str, str]) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+        with open(self.log, "ab") as log:
+            self.tail = Tail(self.log)
+            self.own_lines.clear()
+            self.started, self.state, self.start_at = time.time(), "running", 0.0
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
+                preexec_fn=lambda: _die_with(parent),
+            )
+
+    def signal(self, number: int) -> None:
+        # Not Popen.send_signal: that reaps a child that has just ended, and `reap` would never hear of it.
+        if self.process and self.process.returncode is None:
+            os.kill(self.process.pid, number)
+
+    def kill_group(self) -> None:
+        """SIGKILL to the child and all it started. Only while it is not reaped: its pid is its own until then."""
+        if self.process and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reap(self) -> int | None:
+        """The exit code if the child has just ended (negative: by that signal). Takes its descendants down with it:
+        the ranks of a dead trainer would only keep the next one waiting."""
+        if self.process is None or self.process.returncode is not None:
+            return None
+        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        self.kill_group()
+        return self.process.wait()
+
+
+def _die_with(parent: int) -> None:
+    """In the child, before exec: SIGTERM when the supervisor dies, however it dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the request was in place
+        os._exit(1)
+
+
+class View(Protocol):
+    """Shows the run to a person (`progress`)."""
+
+    def event(self, text: str, urgent: bool = False) -> None: ...
+    def line(self, child: str, text: str) -> None: ...
+    def refresh(self, children: Sequence[Child], status: Status | None) -> None: ...
+    def close(self) -> None: ...
+
+
+class Supervisor:
+    """Runs the children of one run until it is over; `run()` returns the exit code."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        trainer: Child,
+        workers: Sequence[Child],
+        view: View,
+        *,
+        prepare: Child | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.run_file, self.trainer, self.workers, self.view = run, trainer, list(workers), view
+        self.prepare, self.policy = prepare, policy or Policy()
+        self.active: list[Child] = []
+        self.code: int | None = None  # set once the run is being ended
+        self._kill_at = float("inf")
+        self._term_workers_at = float("inf")
+        self._pending: deque[int] = deque()
+        self._environment = {k: v for k, v in os.environ.items() if k not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
+        self._environment["PYTHONUNBUFFERED"] = "1"
+
+    def run(self) -> int:
+        with self._signals() as wake:
+            try:
+                if self.prepare and not self._run_alone(self.prepare, wake):
+                    return self.code or 0
+                # The marker of an earlier run of this name would send the workers home; this trainer writes its own.
+                paths.finished_path(self.run_file).unlink(missing_ok=True)
+                self._loop([self.trainer, *self.workers], wake)
+            finally:
+                for child in self.active:
+                    child.kill_group()
+                    child.reap()
+                self.view.close()
+        return self.code or 0
+
+    def _run_alone(self, child: Child, wake: int) -> bool:
+        """Runs a child that must succeed before the others start. False: it did not, `code` says how."""
+        self.view.event("preparing the data")
+        self._loop([child], wake)
+        self.active = []
+        return self.code is None
+
+    def _loop(self, children: list[Child], wake: int) -> None:
+        self.active = children
+        for child in children:
+            child.start(self._environment)
+        while any(child.state in ("running", "restarts") for child in self.active):
+            self._handle_signals()
+            for child in self.active:
+                self._relay(child)
+                if (code := child.reap()) is not None:
+                    self._relay(child, last=True)
+                    self._ended(child, code)
+            self._restart_due()
+            self._enforce_deadlines()
+            self.view.refresh(self.active, self._status())
+            with contextlib.suppress(BlockingIOError):
+                if select.select([wake], [], [], _TICK)[0]:
+                    os.read(wake, 512)
+
+    # Signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[int]:
+        """Queues SIGINT, SIGTERM and SIGHUP; yields a descriptor that becomes readable with each signal."""
+        wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        old: dict[int, Any] = {n: signal.signal(n, lambda number, _: self._pending.append(number)) for n in numbers}
+        old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        old_wake = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        try:
+            yield wake
+        finally:
+            signal.set_wakeup_fd(old_wake)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            os.close(wake)
+            os.close(write)
+
+    def _handle_signals(self) -> None:
+        while self._pending:
+            number = self._pending.popleft()
+            if number == signal.SIGINT and self.code is not None:
+                self.view.event("killing everything", urgent=True)
+                self.code = 130
+                for child in self.active:
+                    child.kill_group()
+            elif self.code is None:
+                interrupted = number == signal.SIGINT
+                hint = " (Ctrl-C again kills)" if interrupted else ""
+                saves = ": the trainer writes a checkpoint" if self.trainer.state == "running" else ""
+                self._stop(130 if interrupted else 0, f"stopping{saves}{hint}")
+
+    # Children
+
+    def _relay(self, child: Child, last: bool = False) -> None:
+        for text in child.tail.lines(last) if child.tail else []:
+            child.own_lines.append(text)
+            self.view.line(child.name, text)
+        if last and child.tail:
+            child.tail.close()
+            child.tail = None
+
+    def _ended(self, child: Child, code: int) -> None:
+        if self.code is not None:
+            self._ended_while_stopping(child, code)
+        elif code == 0:
+            child.state = "left"
+            if child is self.trainer:
+                self._finish()
+            elif child in self.workers:
+                self._worker_left(child)
+        elif code in _FATAL or child is self.prepare:
+            self._show_failure(child, f"{child.name} {_died(code)}")
+            child.state = "failed"
+            self._stop(code if code in _FATAL else 1, "stopping: starting it again would not help")
+        else:
+            self._failed(child, code)
+
+    def _ended_while_stopping(self, child: Child, code: int) -> None:
+        child.state = "stopped"
+        if code in (0, -signal.SIGTERM, -signal.SIGKILL):
+            return
+        self._show_failure(child, f"{child.name} {_died(code)} while stopping")
+        if child is self.trainer and not self.code:
+            self.code = 1
+
+    def _worker_left(self, child: Child) -> None:
+        self.view.event(f"{child.name} left")
+        alone = self.trainer.state == "running" and all(worker.state == "left" for worker in self.workers)
+        if alone and not paths.finished_path(self.run_file).exists():
+            self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
+
+    def _failed(self, child: Child, code: int) -> None:
+        policy, now = self.policy, time.monotonic()
+        child.failures.append(now)
+        while child.failures[0] < now - policy.window:
+            child.failures.popleft()
+        if len(child.failures) >= policy.limit:
+            child.state = "failed"
+            self._show_failure(child, f"{child.name} {_died(code)}: {policy.limit} times in {policy.window:.0f} s")
+            self._stop(1, f"stopping: {child.name} does not stay up")
+            return
+        pause = min(policy.first_pause * 2 ** (len(child.failures) - 1), policy.longest_pause)
+        child.state, child.start_at = "restarts", now + pause
+        self._show_failure(child, f"{child.name} {_died(code)}; starting it again in {pause:.0f} s")
+
+    def _show_failure(self, child: Child, text: str) -> None:
+        lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
+        shown = "".join(f"\n    {line}" for line in lines[-8:])
+        self.view.event(f"{text}{shown}\n    (log: {child.log})" if shown else f"{text} (log: {child.log})", True)
+
+    def _restart_due(self) -> None:
+        now = time.monotonic()
+        for child in self.active:
+            if child.state != "restarts":
+                continue
+            if self.code is not None:
+                child.state = "stopped"
+            elif now >= child.start_at:
+                child.restarts += 1
+                if child is self.trainer:
+                    child.command = _without_resume(child.command)
+                child.start(self._environment)
+                self.view.event(f"{child.name} started again (pid {child.pid})")
+
+    # Ending
+
+    def _finish(self) -> None:
+        finished = paths.finished_path(self.run_file).exists()
+        self.code = 0
+        self.view.event("the run is finished" if finished else "the trainer has stopped")
+        self._term_workers_at = time.monotonic() + (self.policy.leave if finished else 0)
+        self._kill_at = self._term_workers_at + self.policy.stop
+
+    def _stop(self, code: int, text: str) -> None:
+        self.code = code
+        self.view.event(text)
+        self.trainer.signal(signal.SIGTERM)
+        for child in self.active:
+            if child is not self.trainer:
+                child.signal(signal.SIGTERM)
+        self._kill_at = time.monotonic() + self.policy.stop
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        running = [child for child in self.active if child.state == "running"]
+        if now >= self._term_workers_at:
+            self._term_workers_at = float("inf")
+            for child in running:
+                child.signal(signal.SIGTERM)
+        if now >= self._kill_at:
+            self._kill_at = float("inf")
+            for child in running:
+                self.view.event(f"{child.name} did not stop within {self.policy.stop:.0f} s: killed", urgent=True)
+                child.kill_group()
+                self.code = self.code or 1
+
+    def _status(self) -> Status | None:
+        """status.json, if this trainer wrote it and lately."""
+        status = read_status(paths.status_path(self.run_file))
+        if status is None or status.get("updated", 0.0) < max(self.trainer.started, time.time() - STALE_SECONDS):
+            return None
+        return status
+
+
+def _died(code: int) -> str:
+    if code >= 0:
+        return f"failed with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _without_resume(command: list[str]) -> list[str]:
+    """A chosen checkpoint is for the first start; later ones go on from the newest."""
+    if "--resume" not in command:
+        return command
+    place = command.index("--resume")
+    return command[:place] + command[place + 2 :]
+
+
+# The children of a run
+
+Command = Callable[[str, Sequence[str]], list[str]]
+
+
+def paceline_command(command: str, arguments: Sequence[str]) -> list[str]:
+    """`paceline COMMAND ARGUMENTS...` with this Python."""
+    return [sys.executable, "-m", "paceline.common.cli", command, *arguments]
+
+
+def up(
+    run_path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str | None = None,
+    plain: bool = False,
+    command: Command = paceline_command,
+    policy: Policy | None = None,
+) -> int:
+    """Trains the run here until it is done or stopped; returns the exit code.
+
+    `command` makes a child's command line from the `paceline` command and its arguments (tests put stand-ins here).
+
+    Raises:
+        ConfigError: the run file is wrong, or the output folder cannot be written.
+        PacelineError: the run has another supervisor or trainer.
+    """
+    from .progress import make_view
+
+    run = load(run_path, overrides)
+    arguments = [str(run_path), *(part for text in overrides for part in ("--set", text))]
+    logs = _log_folder(run)
+    lock = FileLock(paths.up_lock(run), f"paceline up of run {run.name}")
+    if not lock.acquire():
+        raise PacelineError(f"run {run.name} is already up: {held_by(lock.path)}")
+    with lock:
+        if holder := held_by(paths.consumer_lock(run)):
+            raise PacelineError(f"run {run.name} already has a trainer: {holder}")
+
+        def child(name: str, verb: str, *more: str) -> Child:
+            return Child(name, command(verb, [*arguments, *more]), logs / f"{name}.log")
+
+        trainer = child(TRAINER, "consumer", *(("--resume", resume) if resume else ()))
+        workers = [child(f"w{index}", "producer", "--worker", str(index)) for index in range(run.workers.count)]
+        prepare = child("prepare", "prepare")
+        return Supervisor(run, trainer, workers, make_view(run, plain), prepare=prepare, policy=policy).run()
+
+
+def _log_folder(run: RunFile) -> Path:
+    folder = paths.log_dir(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: cannot make folder {folder}: {error.strerror}") from None
+    return folder

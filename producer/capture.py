@@ -1,0 +1,138 @@
+"""The real source of states: runs the target and copies each recorded layer's output into the slot.
+
+A layer's copy starts in that layer's own hook, while later layers still compute. On CUDA the ring's mapping is
+registered with the driver, so the copy goes from the GPU straight into the slot, asynchronously, on a stream of its
+own; one event at the end says that all are complete. On the CPU the copy goes through a tensor view of the slot.
+
+Used by `worker.py` only, which never imports torch itself.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..common.errors import ConfigError
+from ..common.runfile import RunFile
+from ..common.target import Target, as_dtype
+from ..common.target_info import TargetInfo
+
+log = logging.getLogger(__name__)
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+_WARM_UP_TOKENS = 64  # on the CPU, where a large batch would only take long
+
+
+class TargetSource:
+    """A loaded, checked and warm target; what `worker.StateSource` asks for."""
+
+    def __init__(self, target: Target, layer_ids: Sequence[int], dtype: str, last_hidden: bool) -> None:
+        self.info: TargetInfo = target.info
+        self._target = target
+        self._layer_ids = list(layer_ids)
+        self._planes = len(self._layer_ids) + last_hidden
+        self._dtype = as_dtype(dtype)
+        self._last_hidden = last_hidden
+        self._registered: int | None = None
+        self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
+
+    @classmethod
+    def load(cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> "TargetSource":
+        """Loads the run's target on `device`, chooses how rows run, and warms up. Raises ConfigError."""
+        if run.workers.threads:
+            torch.set_num_threads(run.workers.threads)
+        _check_device(device)
+        last_layer = info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
+        target = Target.load(
+            info.path,
+            dtype=run.target.dtype,
+            device=device,
+            last_layer=last_layer,
+            trust_remote_code=run.target.trust_remote_code,
+        )
+        target.self_check(pack=run.workers.pack == "auto")
+        source = cls(target, layer_ids, run.target.dtype, run.target.last_hidden)
+        source.warm_up(run.stream.token_budget, run.data.max_length)
+        return source
+
+    def register(self, address: int, length: int) -> None:
+        """Pins the ring's mapping for copies from the GPU; nothing to do on the CPU. Raises ConfigError."""
+        if self._copies is None:
+            return
+        error = int(torch.cuda.cudart().cudaHostRegister(address, length, _PORTABLE))
+        if error:
+            raise ConfigError(
+                f"the CUDA driver cannot register a ring of {length} bytes (error {error}): raise the limit on locked "
+                "memory (ulimit -l, LimitMEMLOCK=), or lower stream.slots or stream.token_budget"
+            )
+        self._registered = address
+
+    def close(self) -> None:
+        """Unregisters the ring; to be called before its mapping goes."""
+        if self._registered is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = None
+
+    def warm_up(self, token_budget: int, max_length: int) -> None:
+        """Runs the largest batch once on CUDA, a small one on the CPU; ConfigError if it does not fit."""
+        tokens = token_budget if self._copies is not None else min(token_budget, _WARM_UP_TOKENS)
+        cu_seqlens = [*range(0, tokens, max_length), tokens]
+        ids = torch.arange(tokens) % self.info.vocab_size
+        try:
+            self._target.forward_states(ids, cu_seqlens, self._layer_ids, lambda *_: None, self._last_hidden)
+            if self._copies is not None:
+                torch.cuda.synchronize(self._target.device)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"stream.token_budget: a batch of {tokens} tokens does not fit into {self._target.device} "
+                "beside the target"
+            ) from None
+
+    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
+        """Writes the states of a batch to `out`, [planes, T, H] of the recorded dtype; complete on return.
+
+        tokens int32 [T], cu_seqlens int32 [R+1]. `progress` is called as layers finish. Returns whether all states
+        are finite. Copies under way are waited for even when the forward is interrupted.
+        """
+        view = torch.frombuffer(out, dtype=self._dtype).view(self._planes, len(tokens), self.info.hidden_size)
+        total = torch.zeros((), device=self._target.device)
+
+        def sink(plane: int, states: Tensor, first: int) -> None:
+            nonlocal total
+            self._copy(view[plane, first : first + len(states)], states)
+            total = total + states.sum(dtype=torch.float32)  # NaN and infinity carry over
+            progress()
+
+        try:
+            self._target.forward_states(
+                torch.from_numpy(tokens), cu_seqlens.tolist(), self._layer_ids, sink, self._last_hidden
+            )
+        finally:
+            if self._copies is not None:
+                self._copies.record_event().synchronize()
+        return bool(torch.isfinite(total))
+
+    def _copy(self, out: Tensor, states: Tensor) -> None:
+        if self._copies is None:
+            out.copy_(states)
+            return
+        self._copies.wait_event(torch.cuda.current_stream(self._target.device).record_event())
+        with torch.cuda.stream(self._copies):
+            out.copy_(states, non_blocking=True)
+        states.record_stream(self._copies)  # its memory is not used again before the copy is done
+
+
+def _check_device(device: str) -> None:
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"workers.devices: there is no device {device!r}") from None
+    if wanted.type == "cuda":
+        count = torch.cuda.device_count()
+        if (wanted.index or 0) >= count:
+            raise ConfigError(f"workers.devices: {device} is not there; this process sees {count} GPUs")
+        torch.cuda.set_device(wanted)
+    elif wanted.type != "cpu":
+        raise ConfigError(f"workers.devices: {device} is neither cuda nor cpu")

@@ -1,0 +1,64 @@
+"""Which side gets which GPU."""
+
+from typing import Any
+
+import pytest
+from paceline.common import devices
+from paceline.common.devices import assign_devices, gpu_count
+from paceline.common.runfile import RunFile
+
+
+def make_run(workers: dict[str, Any], trainer: dict[str, Any]) -> RunFile:
+    return RunFile.model_validate(
+        {
+            "name": "r",
+            "output": "/o",
+            "target": {"path": "/t"},
+            "data": {"files": ["/d"]},
+            "workers": workers,
+            "trainer": trainer,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "gpus", "want_workers", "want_ranks"),
+    [
+        (2, 1, 0, ["cpu", "cpu"], ["cpu"]),
+        (2, 1, 1, ["cuda:0", "cuda:0"], ["cuda:0"]),
+        (3, 1, 2, ["cuda:0"] * 3, ["cuda:1"]),
+        (3, 1, 4, ["cuda:0", "cuda:1", "cuda:2"], ["cuda:3"]),
+        (5, 3, 8, [f"cuda:{i}" for i in range(5)], ["cuda:5", "cuda:6", "cuda:7"]),
+        (1, 3, 2, ["cuda:0"], ["cuda:1"] * 3),
+        (1, 1, 8, ["cuda:0"], ["cuda:1"]),
+    ],
+)
+def test_defaults(workers: int, ranks: int, gpus: int, want_workers: list[str], want_ranks: list[str]) -> None:
+    run = make_run({"count": workers}, {"ranks": ranks})
+    assert assign_devices(run, gpus) == (want_workers, want_ranks)
+
+
+def test_the_run_file_decides() -> None:
+    run = make_run({"count": 3, "devices": ["cuda:1", "cpu"]}, {"ranks": 2})
+    assert assign_devices(run, 3) == (["cuda:1", "cpu", "cuda:1"], ["cuda:0", "cuda:2"])
+    run = make_run({"count": 2}, {"ranks": 1, "devices": ["cuda:0"]})
+    assert assign_devices(run, 3) == (["cuda:1", "cuda:2"], ["cuda:0"])
+    assert assign_devices(run, 1) == (["cuda:0", "cuda:0"], ["cuda:0"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0,1", 2), ("0,9,1", 1), ("GPU-aa,GPU-bb", 2), ("0,-1,1", 1)],
+)
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
+    monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_count() == count
+
+
+def test_no_driver_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_installed_gpus", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert gpu_count() == 0
