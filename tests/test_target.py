@@ -1,9 +1,11 @@
 """The target: what it records equals an independent transformers forward, however its rows run."""
 
 import json
+import mmap
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,15 @@ import torch
 from paceline.common.errors import ConfigError
 from paceline.common.record import RecordMeta, read_meta, record_bytes, write_meta
 from paceline.common.runfile import RunFile
-from paceline.common.target import FrozenHead, Target, compute_dtype, converted, find_parts, load_causal_lm
+from paceline.common.target import (
+    FrozenHead,
+    Target,
+    _varlen_kernel,
+    compute_dtype,
+    converted,
+    find_parts,
+    load_causal_lm,
+)
 from paceline.common.target_info import default_layer_ids, resolve_layer_ids, target_info
 from paceline.producer.capture import TargetSource
 from safetensors.torch import load_file, save_file
@@ -38,7 +48,7 @@ def batch(vocab=512, lengths=LENGTHS):
 def reference_states(folder, tokens, cu_seqlens, layer_ids):
     """float32 [planes, T, H] by plain hooks on a plain model, a row at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    layers = model.get_decoder().layers
+    layers: Any = model.get_decoder().layers
     caught = {}
     for plane, layer in enumerate(layer_ids):
 
@@ -161,7 +171,7 @@ def test_norm_and_head_of_the_last_hidden_state_give_the_targets_argmax(make_tin
 @pytest.mark.parametrize("kind", LEAKING)
 def test_the_head_of_other_architectures_loads(make_tiny_target, kind):
     head = FrozenHead.load(str(make_tiny_target(kind)), dtype="float32")
-    model = load_causal_lm(str(make_tiny_target(kind)), "float32", "cpu")
+    model: Any = load_causal_lm(str(make_tiny_target(kind)), "float32", "cpu")
     assert torch.equal(head.head_weight, model.get_output_embeddings().weight)
     assert torch.equal(head.embed_weight, model.get_input_embeddings().weight)
     hidden = torch.randn(3, 64)
@@ -391,6 +401,42 @@ def test_the_source_tells_of_non_finite_states(copied):
     assert not source.record(tokens, np.array([0, 20], np.int32), out, lambda: None)
 
 
+# On a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", [*PACKABLE, *LEAKING])
+def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kind):
+    """The varlen kernel, its sliding windows and the copy stream, against a float32 forward on the CPU."""
+    folder = make_tiny_target(kind)
+    lengths = [9, 400, 23, 38, 700, 8]
+    tokens, cu_seqlens = batch(lengths=lengths)
+    run = run_file(folder, layer_ids=LAYER_IDS, last_hidden=True, dtype="bfloat16")
+    source = TargetSource.load(run, target_info(str(folder)), LAYER_IDS, "cuda:0")
+    assert source.mode == ("packed" if kind in PACKABLE else "padded")
+    planes, size = 4, 4 * len(tokens) * 64 * 2
+    mapping = mmap.mmap(-1, size)
+    source.register(torch.frombuffer(mapping, dtype=torch.uint8).data_ptr(), size)
+    assert source.record(tokens.numpy().astype(np.int32), np.asarray(cu_seqlens), memoryview(mapping), lambda: None)
+    recorded = torch.frombuffer(mapping, dtype=torch.bfloat16).view(planes, len(tokens), 64).float().clone()
+    source.close()
+    wanted = reference_states(folder, tokens, cu_seqlens, [*LAYER_IDS, 3])
+    error = (recorded - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float(error.quantile(0.95)) < 0.1 and float(error.mean()) < 0.05
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, monkeypatch):
+    tokens, cu_seqlens = batch(lengths=[9, 400, 23, 38, 700, 8])
+    target = Target.load(str(make_tiny_target("gemma3")), dtype="bfloat16", device="cuda")
+    target.self_check()
+    fast = states_of(target, tokens, cu_seqlens, LAYER_IDS)
+    assert _varlen_kernel() is not None
+    monkeypatch.setattr("paceline.common.target._varlen_kernel", lambda: None)
+    plain = states_of(target, tokens, cu_seqlens, LAYER_IDS)
+    assert float((fast - plain).norm() / plain.norm()) < 0.02
+
+
 @pytest.mark.slow
 def test_a_gguf_file_becomes_a_folder_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
@@ -405,6 +451,6 @@ def test_a_gguf_file_becomes_a_folder_once(tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "The capital of France is?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    model = load_causal_lm(str(gguf), "float32", "cpu")
+    model: Any = load_causal_lm(str(gguf), "float32", "cpu")
     answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)

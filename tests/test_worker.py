@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ class FeedEnd:
         self.socket.bind(address)
         self.route = b""
 
-    def hear(self, kind=wire.Want, seconds=20.0, where=lambda message: True):
+    def hear(self, kind: Any = wire.Want, seconds=20.0, where=lambda message: True) -> Any:
         """The next message of a kind for which `where` holds; others are passed over."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -207,7 +208,8 @@ def test_only_this_incarnation_and_the_newest_feed_are_heeded(run, feed):
     incarnation = feed.hear(wire.Hello).incarnation
     feed.give(incarnation + 1, 9)
     feed.give(incarnation, 0, 1, 2)
-    feed.hear(wire.Ready), feed.hear(wire.Ready)
+    feed.hear(wire.Ready)
+    feed.hear(wire.Ready)
     assert feed.hear(wire.Want, where=lambda want: want.held).held == (batch_word(2),)
     feed.give(incarnation, 3, feed=FEED + 1)  # another trainer: batch 2 was not started
     feed.give(incarnation, 3, 0, feed=FEED + 1)  # said twice; batch 0 is READY in this ring
@@ -325,7 +327,8 @@ def test_sigterm_with_a_full_ring_and_no_trainer_exits_at_once(run, feed, start)
     process = start()
     incarnation = feed.hear(wire.Hello).incarnation
     feed.give(incarnation, 0, 1, 2)
-    feed.hear(wire.Ready), feed.hear(wire.Ready)
+    feed.hear(wire.Ready)
+    feed.hear(wire.Ready)
     feed.close()
     process.terminate()
     assert process.wait(20) == 0
