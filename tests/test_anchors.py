@@ -1,0 +1,221 @@
+"""Anchors, blocks and masks: tables by hand, and the tile mask against the dense one."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from drafting import make_rows
+from paceline.consumer.anchors import candidates, chain_starts, draw_anchors
+from paceline.consumer.blocks import (
+    TILE,
+    DenseAttention,
+    FlexAttention,
+    Span,
+    _tables,
+    default_gamma,
+    dense_mask,
+    pack_blocks,
+    tile_kinds,
+)
+from paceline.consumer.chains import run_chains
+
+
+def bits(text: str) -> np.ndarray:
+    return np.array([int(c) for c in text], np.uint8)
+
+
+def pack(tokens, mask, cu, anchors, block_size=4, gamma=4.0):
+    return pack_blocks(
+        np.array(tokens, np.int32),
+        mask,
+        np.array(cu, np.int32),
+        [np.array(row, np.int64) for row in anchors],
+        block_size=block_size,
+        mask_token_id=99,
+        gamma=gamma,
+    )
+
+
+def test_labels_and_weights_by_hand():
+    """ids [10, 11, 12 | 20 .. 27], B = 4: slot k is asked for the token at a + k; the prompt has no weight."""
+    ids, mask = [10, 11, 12, 20, 21, 22, 23, 24, 25, 26, 27], bits("00011111111")
+    one, two, three = 1.0, math.exp(-1 / 4), math.exp(-2 / 4)
+    anchors = candidates(mask)
+    assert anchors.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    blocks = pack(ids, mask, [0, 11], [[3, 6, 8, 9]])
+    expected = [
+        (3, 4, 21, one), (3, 5, 22, two), (3, 6, 23, three),
+        (6, 7, 24, one), (6, 8, 25, two), (6, 9, 26, three),
+        (8, 9, 26, one), (8, 10, 27, two),
+        (9, 10, 27, one),
+    ]  # fmt: skip
+    assert [row[:3] for row in blocks.table()] == [row[:3] for row in expected]
+    assert [row[3] for row in blocks.table()] == pytest.approx([row[3] for row in expected], rel=1e-6)
+    assert blocks.ids.tolist() == [20, 99, 99, 99, 23, 99, 99, 99, 25, 99, 99, 26, 99]
+    assert blocks.positions.tolist() == [3, 4, 5, 6, 6, 7, 8, 9, 8, 9, 10, 9, 10]
+
+
+def test_weight_ends_at_the_first_unsupervised_label():
+    """The slots after it exist (the document goes on) and are not scored, even where a later turn is supervised."""
+    blocks = pack(range(8), bits("01100111"), [0, 8], [[1, 5]])
+    assert [(a, at) for a, at, _, _ in blocks.table()] == [(1, 2), (5, 6), (5, 7)]
+    assert blocks.slots == 4 + 3
+
+
+def test_packed_rows_count_from_their_own_start():
+    blocks = pack(range(100, 120), bits("0011111111" * 2), [0, 10, 20], [[2, 8], [3]])
+    assert blocks.anchors.tolist() == [2, 8, 13]
+    assert blocks.positions.tolist() == [2, 3, 4, 5, 8, 9, 3, 4, 5, 6]
+    assert blocks.see_from.tolist() == [0] * 6 + [10] * 4
+    assert blocks.see_to.tolist() == [2] * 4 + [8] * 2 + [13] * 4
+    assert blocks.spans == (Span(0, 8, 0, 6), Span(10, 13, 6, 10))
+    assert blocks.cells.tolist() == [1, 2, 3, 5, 9, 10, 11]
+
+
+@pytest.mark.parametrize("anchors", [[[], []], [[], [2]]])
+def test_rows_without_anchors(anchors):
+    blocks = pack(range(20), bits("0011111111" * 2), [0, 10, 20], anchors)
+    assert blocks.count == sum(map(len, anchors))
+    assert len(blocks.table()) == 3 * blocks.count
+    assert len(blocks.spans) == blocks.count
+
+
+def test_anchors_are_drawn_from_seed_epoch_and_row_alone():
+    mask = bits("0" * 20 + "1" * 200)
+
+    def draw(seed=1, epoch=2, row_id=3, per_token=0.25, most=512):
+        return draw_anchors(mask, seed=seed, epoch=epoch, row_id=row_id, per_token=per_token, most=most).tolist()
+
+    np.random.seed(5)
+    first = draw()
+    np.random.seed(6)
+    assert draw() == first == sorted(set(first))
+    assert len(first) == 50
+    assert set(first) <= set(candidates(mask).tolist())
+    assert all(draw(**other) != first for other in ({"seed": 2}, {"epoch": 3}, {"row_id": 4}))
+    assert len(draw(most=24)) == 24
+    assert draw(per_token=1.0) == candidates(mask).tolist()
+
+
+@pytest.mark.parametrize(("mask", "count"), [("0000", 0), ("0100", 0), ("0101", 0), ("0110", 1), ("1", 0)])
+def test_short_answers(mask, count):
+    assert len(draw_anchors(bits(mask), seed=0, epoch=0, row_id=0, per_token=0.25, most=9)) == count
+
+
+@pytest.mark.parametrize(("block_size", "gamma"), [(16, 7), (10, 5), (8, 4), (4, 2), (32, 14)])
+def test_default_gamma(block_size, gamma):
+    assert default_gamma(block_size) == gamma
+
+
+def test_dense_mask_by_hand():
+    blocks = pack(range(12), bits("001111001111"), [0, 6, 12], [[2, 4], [3]], block_size=3)
+    assert dense_mask(blocks, blocks.spans[0], None).astype(int).tolist() == [
+        [1, 1, 0, 0, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 1, 1],
+        [1, 1, 1, 1, 0, 0, 0, 1, 1],
+    ]
+    assert dense_mask(blocks, blocks.spans[1], 3).astype(int).tolist() == [
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 1, 1, 1],
+    ]
+
+
+def long_blocks(block_size=16, lengths=(389, 45, 1400, 33), counts=(20, 20, 60, 20)):
+    rows = make_rows(*lengths, prompt=9)
+    draw = np.random.default_rng(0)
+    places = [candidates(rows.mask[row]) for row in rows.rows]
+    anchors = [np.sort(draw.choice(at, n, replace=False)) for at, n in zip(places, counts, strict=True)]
+    blocks = pack_blocks(
+        rows.tokens, rows.mask, rows.cu_seqlens, anchors, block_size=block_size, mask_token_id=60, gamma=7.0
+    )
+    return blocks, len(rows.tokens)
+
+
+def whole_mask(blocks, context, window):
+    """dense_mask over all documents at once: [S, T + S]."""
+    return dense_mask(blocks, Span(0, context, 0, blocks.slots), window)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_tiles_say_what_the_dense_mask_says(window, block_size):
+    blocks, context = long_blocks(block_size)
+    mask, tables = whole_mask(blocks, context, window), _tables(blocks, context)
+    padded = len(tables.key_block) - len(tables.block)
+    dense = np.zeros((len(tables.block), len(tables.key_block)), bool)
+    dense[: blocks.slots, :context] = mask[:, :context]
+    dense[: blocks.slots, padded : padded + blocks.slots] = mask[:, context:]
+    tiles = dense.reshape(len(dense) // TILE, TILE, -1, TILE)
+    partial, full = tile_kinds(tables, window)
+    assert not (partial & full).any()
+    assert not (tiles.any((1, 3)) & ~(partial | full)).any()
+    whole = np.all(tiles, axis=(1, 3))
+    assert (full[:-1] <= whole[:-1]).all()  # the last row of tiles holds padding
+    assert full.any() == (window is None)
+    assert (partial | full).mean() < 0.5
+
+
+def qkv(blocks, context, dim, heads=4, kv_heads=2, device="cpu"):
+    generator = torch.Generator().manual_seed(dim)
+
+    def normal(heads, n):
+        return torch.randn(heads, n, dim, generator=generator).to(device).requires_grad_()
+
+    return (
+        normal(heads, blocks.slots),
+        (normal(kv_heads, context), normal(kv_heads, context)),
+        (normal(kv_heads, blocks.slots), normal(kv_heads, blocks.slots)),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_flex_equals_dense_forward(dim, window):
+    """At lengths that are no multiple of a tile. Backward: see test_flex_equals_dense_on_cuda."""
+    blocks, context = long_blocks(lengths=(200, 45, 130), counts=(12, 4, 6))
+    assert context % TILE and blocks.slots % TILE
+    q, ctx, own = qkv(blocks, context, dim)
+    with torch.no_grad():
+        dense = DenseAttention(blocks)(q, ctx, own, window)
+        flex = FlexAttention(blocks, context, "cpu", compiled=False)(q, ctx, own, window)
+    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has no backward on a CPU")
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_flex_equals_dense_on_cuda(dim, window):
+    blocks, context = long_blocks()
+    grads = []
+    for attend in (DenseAttention(blocks, "cuda"), FlexAttention(blocks, context, "cuda", compiled=True)):
+        q, ctx, own = qkv(blocks, context, dim, device="cuda")
+        out = attend(q, ctx, own, window)
+        (out * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
+        grads.append([out.detach(), *(t.grad for t in (q, *ctx, *own))])
+    for dense, flex in zip(*grads, strict=True):
+        torch.testing.assert_close(flex, dense, rtol=2e-3, atol=2e-3)
+
+
+def test_chain_starts():
+    assert chain_starts(bits("0011101101100")).tolist() == [2, 6, 9]
+    assert chain_starts(bits("1100")).tolist() == [0]
+    assert chain_starts(bits("0100")).tolist() == []
+
+
+def test_chains_step_over_accepted_tokens_and_the_bonus():
+    """Rows of 7 and 4 supervised tokens (the second in two turns), and one without; what is accepted is scripted."""
+    masks = [bits("0001111111"), bits("0110110"), bits("0000000000")]
+    script = {(0, 3): 1, (0, 5): 0, (0, 6): 2, (1, 1): 1, (1, 4): 0}
+    asked = []
+
+    def accept(anchors):
+        pairs = [(row, int(a)) for row, at in enumerate(anchors) for a in at]
+        asked.append(pairs)
+        return np.array([script[pair] for pair in pairs], np.int64)
+
+    assert run_chains(masks, accept) == (4, 5)
+    assert asked == [[(0, 3), (1, 1), (1, 4)], [(0, 5)], [(0, 6)]]
