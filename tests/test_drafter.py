@@ -1,4 +1,4 @@
-"""The drafter's numbers (against a plain float64 one and z-lab's), what a block may see, its config and first weights."""
+"""The drafter's numbers (against a plain float64 one and z-lab's), what a block may see, config and first weights."""
 
 import json
 from dataclasses import replace

@@ -1,0 +1,269 @@
+"""The learner on records: one gradient however the work is split, slots released, chains, checkpoints."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from drafting import CONFIG, MASK_ID, SLIDING, make_drafter, make_head, make_rows, make_run, plain_block
+from paceline.common.errors import ConfigError, PacelineError
+from paceline.consumer.anchors import chain_starts, draw_anchors
+from paceline.consumer.blocks import default_gamma
+from paceline.consumer.drafter import ContextCache
+from paceline.consumer.learner import DFlashLearner, compute_dtype, micro_batches
+from paceline.consumer.losses import Summary
+from torch.nn import functional as F
+
+HEAD = make_head(3)
+ROWS = make_rows(20, 30, 9, 25, 41)
+IDS = [11, 4, 7, 30, 2]
+
+
+def make_learner(config=CONFIG, *, dtype=torch.float32, device="cpu", **sections):
+    return DFlashLearner(make_run(**sections), make_drafter(config), HEAD, device=device, dtype=dtype)
+
+
+def train(learner, *groups, epoch=1):
+    """Trains records of the given rows; returns the gradients, divided by the weight."""
+    for group in groups:
+        learner.train_record(ROWS.pick(*group).meta([IDS[row] for row in group]), ROWS.pick(*group).memory(), epoch)
+    return learner
+
+
+def mean_gradient(learners):
+    weight = sum(learner.sums()[1] for learner in learners)
+    return torch.stack([learner.weights.gradients for learner in learners]).sum(0) / weight
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """All rows as one record in one micro-batch."""
+    learner = train(make_learner(trainer={"micro_tokens": 1000}), (0, 1, 2, 3, 4))
+    return mean_gradient([learner]), learner.sums()
+
+
+def test_gradient_equals_the_plain_drafters():
+    """Σ w·CE / Σ w by the formulas, block by block in float64, and its autograd gradient."""
+    learner = train(make_learner(), (0, 2))
+    gradient, sums = mean_gradient([learner]), learner.sums()
+    drafter = make_drafter().double()
+    head, embedding = HEAD.head_weight.double(), HEAD.embed_weight.double()
+    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    for row, row_id in ((ROWS.rows[0], IDS[0]), (ROWS.rows[2], IDS[2])):
+        tokens, mask = torch.from_numpy(ROWS.tokens[row]).long(), ROWS.mask[row]
+        for a in draw_anchors(mask, seed=0, epoch=1, row_id=row_id, per_token=0.5, most=512):
+            ids = torch.full((min(4, len(tokens) - a),), MASK_ID)
+            ids[0] = tokens[a]
+            hidden = plain_block(drafter, ROWS.features[row].double(), embedding[ids], int(a))
+            for k in range(1, len(ids)):
+                w = math.exp(-(k - 1) / default_gamma(4))
+                total = total + w * F.cross_entropy(head @ hidden[k], tokens[a + k])
+                weight += w
+    (total / weight).backward()
+    assert sums[:2] == pytest.approx([total.item(), weight], rel=1e-5)
+    parts = learner.weights.views(gradient)
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parts[name].double(), parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+SPLITS = {
+    "micro-batches": ({"micro_tokens": 50}, [[(0, 1, 2, 3, 4)]]),
+    "a row at a time": ({"micro_tokens": 1}, [[(0, 1, 2, 3, 4)]]),
+    "records": ({}, [[(4,), (2, 0), (1, 3)]]),
+    "two ranks": ({}, [[(4, 1)], [(2,), (0, 3)]]),
+    "a rank without records": ({}, [[(0, 1, 2, 3, 4)], []]),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_gradient_does_not_depend_on_the_split(whole, split):
+    trainer, ranks = SPLITS[split]
+    learners = [train(make_learner(trainer=trainer), *groups) for groups in ranks]
+    assert (mean_gradient(learners) - whole[0]).norm() < 1e-6 * whole[0].norm()
+    np.testing.assert_allclose(sum(learner.sums() for learner in learners), whole[1], rtol=1e-5)
+
+
+def test_ranks_take_the_same_step(whole):
+    class TwoRanks:
+        """Adds up the gradients of the two learners, as a group does."""
+
+        def __init__(self, learners):
+            self.total = torch.stack([learner.weights.gradients for learner in learners]).sum(0)
+
+        def all_reduce(self, values):
+            values.copy_(self.total)
+
+    alone = train(make_learner(), (0, 1, 2, 3, 4))
+    expected = alone.step(alone.sums(), 1e-2)
+    ranks = [train(make_learner(), (4, 1)), train(make_learner(), (2, 0, 3))]
+    total, group = ranks[0].sums() + ranks[1].sums(), TwoRanks(ranks)
+    for rank in ranks:
+        rank.reduce(group)
+        result = rank.step(total, 1e-2)
+        assert result.finite
+        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert result.summary.loss == pytest.approx(expected.summary.loss, rel=1e-6)
+        assert not rank.sums().any()
+    assert torch.equal(ranks[0].weights.masters, ranks[1].weights.masters)
+    torch.testing.assert_close(ranks[0].weights.masters, alone.weights.masters, rtol=1e-4, atol=1e-5)
+
+
+def test_epochs_draw_other_anchors():
+    one, two = (train(make_learner(), (1, 4), epoch=epoch) for epoch in (0, 1))
+    assert one.sums()[1] > 0
+    assert not torch.equal(one.weights.gradients, two.weights.gradients)
+
+
+def test_the_slot_is_free_after_a_record():
+    learner, rows = make_learner(), ROWS.pick(0, 1)
+    memory = rows.memory()
+    learner.train_record(rows.meta([1, 2]), memory, 0)
+    gradients = learner.weights.gradients.clone()
+    memory[:] = bytes(len(memory))
+    memory.release()
+    assert torch.equal(learner.weights.gradients, gradients)
+
+
+def test_a_recorded_last_hidden_state_is_not_a_feature(whole):
+    learner = make_learner()
+    three = make_rows(20, 30, 9, 25, 41, planes=3)
+    three.states[:2] = ROWS.states
+    learner.train_record(replace(three.meta(IDS), last_hidden="before_norm"), three.memory(), 1)
+    torch.testing.assert_close(mean_gradient([learner]), whole[0], rtol=1e-5, atol=1e-6)
+
+
+def test_records_without_anchors_add_nothing():
+    learner, rows = make_learner(), make_rows(9, 9, prompt=9)
+    learner.train_record(rows.meta([1, 2]), rows.memory(), 0)
+    learner.eval_record(rows.meta([1, 2]), rows.memory())
+    assert not learner.sums().any()
+    before = learner.weights.masters.clone()
+    result = learner.step(learner.sums(), 0.1)
+    assert (result.finite, result.grad_norm, result.summary.loss) == (True, 0.0, 0.0)
+    assert torch.equal(learner.weights.masters, before)
+
+
+@pytest.mark.parametrize(("lengths", "prompt"), [((3, 4), 1), ((9, 8), 6), ((40,), 0)])
+def test_answers_shorter_than_a_block_and_rows_without_a_prompt(lengths, prompt):
+    learner, rows = make_learner(objective={"anchors_per_token": 1.0}), make_rows(*lengths, prompt=prompt)
+    learner.train_record(rows.meta(list(range(len(lengths)))), rows.memory(), 0)
+    sums = learner.sums()
+    assert Summary.of(sums).blocks == sum(n - prompt - 1 for n in lengths)
+    assert learner.step(sums, 1e-3).finite
+
+
+def test_states_that_are_no_numbers_skip_the_step():
+    learner = make_learner()
+    bad = ROWS.pick(0)
+    bad.states[0, 1, 2] = math.nan
+    before = learner.weights.masters.clone()
+    train(learner, (1,))
+    learner.train_record(bad.meta([5]), bad.memory(), 0)
+    assert not learner.step(learner.sums(), 0.1).finite
+    assert torch.equal(learner.weights.masters, before)
+    train(learner, (1,))
+    assert learner.step(learner.sums(), 0.1).finite
+
+
+def test_discard_drops_an_unfinished_step(whole):
+    learner = train(make_learner(), (3,), (1,))
+    learner.discard()
+    train(learner, (0, 1, 2, 3, 4))
+    torch.testing.assert_close(mean_gradient([learner]), whole[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["full", "sliding"])
+def test_chains_are_what_a_decoding_loop_accepts(config):
+    """Half of the head's answers are made right, so that chains accept something; then a loop over `draft`."""
+    learner = make_learner(config)
+    for _ in range(15):
+        train(learner, (0, 1))
+        learner.step(learner.sums(), 1e-2)
+    rows = ROWS.pick(0, 1, 2)
+    learner.eval_record(rows.meta([11, 4, 7]), rows.memory())
+    blocks = right = 0
+    for row in rows.rows:
+        tokens, mask = torch.from_numpy(rows.tokens[row]).long(), rows.mask[row]
+        (a,), cache = chain_starts(mask).tolist(), ContextCache()
+        while a + 1 < len(tokens):
+            ids = torch.tensor([int(tokens[a]), MASK_ID, MASK_ID, MASK_ID])[: len(tokens) - a]
+            features = rows.features[row][None, cache.length : a]
+            with torch.no_grad():
+                hidden = learner.drafter.draft(HEAD.embed_weight[ids][None], features, cache)
+            hits = (hidden[0, 1:] @ HEAD.head_weight.T).argmax(-1) == tokens[a + 1 : a + 4]
+            taken = int(hits.int().cumprod(0).sum())
+            blocks, right, a = blocks + 1, right + taken, a + taken + 1
+    summary = Summary.of(learner.sums())
+    assert right > 5
+    assert summary.tau_chain == pytest.approx(1 + right / blocks)
+    assert summary.tau > 1
+
+
+def test_evaluation_is_the_same_each_time_and_leaves_no_gradient():
+    learner, seen = make_learner(), []
+    for _ in range(2):
+        learner.eval_record(ROWS.meta(IDS), ROWS.memory())
+        seen.append(learner.sums())
+        learner.discard()
+    assert not learner.weights.gradients.any()
+    np.testing.assert_array_equal(*seen)
+
+
+def test_loss_falls_in_bfloat16():
+    learner, losses = make_learner(dtype=torch.bfloat16), []
+    for _ in range(12):
+        train(learner, (0, 1, 2, 3, 4))
+        losses.append(learner.step(learner.sums(), 5e-3).summary.loss)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_snapshot_and_restore_continue_exactly(tmp_path):
+    learner = make_learner()
+    for _ in range(2):
+        train(learner, (0, 1))
+        learner.step(learner.sums(), 1e-2)
+    write = learner.snapshot()
+    train(learner, (2, 3))
+    learner.step(learner.sums(), 1e-2)
+    write(tmp_path)  # after the next step: a snapshot does not change any more
+    resumed = make_learner()
+    train(resumed, (4,))
+    resumed.restore(tmp_path)
+    train(resumed, (2, 3))
+    resumed.step(resumed.sums(), 1e-2)
+    assert torch.equal(resumed.weights.masters, learner.weights.masters)
+    assert torch.equal(resumed.weights.compute, learner.weights.compute)
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
+    make_learner().snapshot()(tmp_path)
+    learner = make_learner(replace(CONFIG, intermediate_size=32))
+    before = learner.weights.masters.clone()
+    with pytest.raises(PacelineError, match="does not fit this drafter"):
+        learner.restore(tmp_path)
+    assert torch.equal(learner.weights.masters, before)
+    with pytest.raises(PacelineError, match="unreadable"):
+        learner.restore(tmp_path / "none")
+
+
+def test_micro_batches_are_runs_of_wanted_rows():
+    lengths = np.array([10, 10, 10, 50, 5, 5])
+    every = np.ones(6, bool)
+    assert micro_batches(lengths, every, 20) == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert micro_batches(lengths, every, 1000) == [(0, 6)]
+    assert micro_batches(lengths, np.array([1, 0, 1, 0, 0, 1], bool), 1000) == [(0, 1), (2, 3), (5, 6)]
+    assert micro_batches(lengths, ~every, 20) == []
+
+
+def test_float16_is_refused():
+    with pytest.raises(ConfigError, match="bfloat16"):
+        compute_dtype("float16", torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_gradient_equals_the_cpus(whole):
+    learner = train(make_learner(device="cuda", trainer={"micro_tokens": 50}), (0, 1, 2, 3, 4))
+    torch.testing.assert_close(mean_gradient([learner]).cpu(), whole[0], rtol=5e-3, atol=5e-4)
+    np.testing.assert_allclose(learner.sums()[:2], whole[1][:2], rtol=1e-3)

@@ -1,0 +1,133 @@
+"""Learning rates by hand, and AdamW on masters against torch's on plain parameters."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from paceline.common.errors import PacelineError
+from paceline.common.runfile import OptimizerSettings
+from paceline.consumer.optim import MasterAdamW, MasterWeights, lr_at
+from torch import nn
+
+DEFAULTS = OptimizerSettings.model_validate({})
+
+
+def rates(total=100, **settings):
+    chosen = OptimizerSettings.model_validate({"lr": 1.0, "warmup": 0.04, **settings})
+    return [lr_at(step, total, chosen) for step in range(total)]
+
+
+def test_cosine():
+    lr = rates(final_lr=0.1)
+    assert lr[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert lr[51] == pytest.approx(0.1 + 0.9 / 2)
+    assert lr[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(lr[3:]))
+
+
+def test_wsd():
+    lr = rates(schedule="wsd", decay=0.2)
+    assert set(lr[3:80]) == {1.0}
+    assert lr[80] == pytest.approx(0.95)
+    assert lr[-1] == 0
+
+
+def test_constant_without_warmup():
+    assert set(rates(schedule="constant", warmup=0)) == {1.0}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_short_runs_and_steps_past_the_end(schedule, total):
+    settings = OptimizerSettings.model_validate({"schedule": schedule, "warmup": 0.9, "decay": 1.0})
+    assert all(0 <= lr_at(step, total, settings) <= settings.lr for step in range(total))
+    assert lr_at(total + 5, total, settings) == lr_at(total - 1, total, settings)
+
+
+@pytest.fixture
+def module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False))
+
+
+def backward(module, seed, scale=1.0):
+    x = torch.randn(7, 6, generator=torch.Generator().manual_seed(seed))
+    (scale * module(x.to(next(module.parameters()).dtype)).square().sum()).backward()
+
+
+def test_equals_torchs_adamw_with_clipping(module):
+    plain = copy.deepcopy(module)
+    matrices, rest = ([p for p in plain.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    settings = OptimizerSettings.model_validate({"weight_decay": 0.1, "clip": 0.5})
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    weights = MasterWeights(module, dtype=torch.float32, device="cpu")
+    optimizer = MasterAdamW(weights, settings)
+    for step in range(4):
+        for part in range(2):
+            backward(module, 2 * step + part)
+            backward(plain, 2 * step + part, scale=1 / 3)
+        assert all(p.grad is None for p in module.parameters())
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        assert optimizer.step(0.01 * (step + 1), 3.0) == pytest.approx(float(norm), rel=1e-5)
+        assert not weights.gradients.any()
+        for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_copies_of_float32_masters(module):
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    weights = MasterWeights(module, dtype=torch.bfloat16, device="cpu")
+    optimizer = MasterAdamW(weights, DEFAULTS)
+    masters = weights.views(weights.masters)
+    assert all(torch.equal(masters[name], tensor) for name, tensor in before.items())
+    for step in range(20):  # each moves a weight by 1e-5, far below bfloat16's spacing
+        backward(module, step)
+        optimizer.step(1e-5, 1.0)
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, masters[name].bfloat16())
+        assert not torch.equal(masters[name], before[name])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_changes_nothing(module, bad):
+    weights = MasterWeights(module, dtype=torch.float32, device="cpu")
+    optimizer = MasterAdamW(weights, DEFAULTS)
+    backward(module, 0)
+    optimizer.step(0.1, 1.0)
+    before = [weights.masters.clone(), *(t.clone() for t in optimizer.state_dict().values())]
+    backward(module, 1)
+    weights.gradients[3] = bad
+    norm = optimizer.step(0.1, 1.0)
+    assert not torch.isfinite(torch.tensor(norm))
+    after = [weights.masters, *optimizer.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not weights.gradients.any()
+
+
+def test_state_comes_back(module):
+    other = copy.deepcopy(module)
+    one, two = (MasterWeights(m, dtype=torch.float32, device="cpu") for m in (module, other))
+    first, second = (MasterAdamW(w, DEFAULTS) for w in (one, two))
+    for step in range(3):
+        backward(module, step)
+        first.step(0.1, 1.0)
+    second.load_state_dict({name: tensor.clone() for name, tensor in first.state_dict().items()})
+    two.masters.copy_(one.masters)
+    for model, optimizer in ((module, first), (other, second)):
+        backward(model, 9)
+        optimizer.step(0.1, 1.0)
+    assert torch.equal(one.masters, two.masters)
+    with pytest.raises(PacelineError, match=r"exp_avg\.0\.bias missing; exp_avg\.x unexpected; step: \[2\], not \[\]"):
+        state = first.state_dict()
+        state["exp_avg.x"] = state.pop("exp_avg.0.bias")
+        second.load_state_dict(state | {"step": torch.zeros(2)})
