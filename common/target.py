@@ -15,13 +15,14 @@ attention. No way builds a mask of T x T over a batch.
 """
 
 import contextlib
+import inspect
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -47,7 +48,7 @@ Mode = Literal["packed", "padded", "alone"]
 PADDED_TOKENS = 8192  # most tokens, padding included, that run side by side
 PADDED_SHARE = 0.8  # a row joins longer ones when it is at least so long, relative to the longest
 WINDOW_BLOCK = 512  # queries that share one mask in a sliding-window layer
-CHECK_LENGTHS = (23, 17, 40)  # rows of the self-check; another one is longer than the sliding window
+CHECK_LENGTHS: tuple[int, ...] = (23, 17, 40)  # rows of the self-check; another one is longer than the sliding window
 CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check reaches across
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # relative error of states, mean of tokens
 
@@ -114,9 +115,8 @@ def packed_attention(
     if wanted:
         raise _Unpackable(f"its attention uses {', '.join(wanted)}")
     bounds.windows.add(sliding_window)
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
-        return _varlen(query, key, value, bounds, scaling, sliding_window), None
+    if (output := _varlen(query, key, value, bounds, scaling, sliding_window)) is not None:
+        return output, None
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for start, end in pairwise(bounds.cu_seqlens):
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
@@ -124,24 +124,41 @@ def packed_attention(
     return output, None
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: _Boundaries, scaling: float | None, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+@cache
+def _varlen_kernel() -> Callable[..., Any] | None:
+    """torch's varlen attention with scale and window, called as `(q, k, v, offsets, longest, scale, window, grouped)`.
 
+    None where this torch has none. Versions before `enable_gqa` group queries unasked.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= set(known):
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: Any, window: int, grouped: bool):
+        options: dict[str, Any] = {"enable_gqa": grouped} if "enable_gqa" in known else {}
+        lengths = (offsets, offsets, longest, longest)
+        return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **options)
+
+    return run
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds: _Boundaries, scaling: float | None, window: int | None
+) -> Tensor | None:
+    """`packed_attention` by torch's varlen kernel, [1, T, Hq, D]; None where it does not apply."""
+    half, width = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+    if not (q.is_cuda and half and width == v.shape[-1] and width <= 256 and width % 8 == 0):
+        return None
+    kernel = _varlen_kernel()
+    if kernel is None:
+        return None
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-    output = varlen_attn(
-        q,
-        k,
-        v,
-        bounds.offsets,
-        bounds.offsets,
-        bounds.longest,
-        bounds.longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=k.shape[1] != q.shape[1],
-    )
-    assert isinstance(output, Tensor)  # a pair only when auxiliary outputs are asked for
-    return output[None]
+    left = -1 if window is None else window - 1  # the window counts the query's own position
+    return kernel(q, k, v, bounds.offsets, bounds.longest, scaling, left, q.shape[1] != k.shape[1])[None]
 
 
 def _row_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -215,7 +232,7 @@ def _load(
             continue
         with _quiet():
             try:
-                model, report = auto.from_pretrained(
+                loaded: Any = auto.from_pretrained(
                     folder,
                     config=config,
                     dtype=as_dtype(dtype),
@@ -226,6 +243,7 @@ def _load(
                 raise ConfigError(
                     f"target.path: {folder} does not load: {str(error).strip().splitlines()[0]}"
                 ) from error
+        model, report = loaded
         break
     if model is None:
         raise ConfigError(f"target.path: {folder}: model type {config.model_type!r} has no causal language model")

@@ -1,14 +1,15 @@
 """The real source of states: runs the target and copies each recorded layer's output into the slot.
 
 A layer's copy starts in that layer's own hook, while later layers still compute. On CUDA the ring's mapping is
-registered with the driver, so the copy goes from the GPU straight into the slot, asynchronously and on a stream of its
-own; one event at the end says that all of them are complete. On the CPU the copy goes through a tensor view of the slot.
+registered with the driver, so the copy goes from the GPU straight into the slot, asynchronously, on a stream of its
+own; one event at the end says that all are complete. On the CPU the copy goes through a tensor view of the slot.
 
 Used by `worker.py` only, which never imports torch itself.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,11 +58,16 @@ class TargetSource:
         source.warm_up(run.stream.token_budget, run.data.max_length)
         return source
 
+    @property
+    def mode(self) -> str:
+        """How rows run: packed, padded or alone."""
+        return self._target.mode
+
     def register(self, address: int, length: int) -> None:
         """Pins the ring's mapping for copies from the GPU; nothing to do on the CPU. Raises ConfigError."""
         if self._copies is None:
             return
-        error = int(torch.cuda.cudart().cudaHostRegister(address, length, _PORTABLE))
+        error = int(_cudart().cudaHostRegister(address, length, _PORTABLE))
         if error:
             raise ConfigError(
                 f"the CUDA driver cannot register a ring of {length} bytes (error {error}): raise the limit on locked "
@@ -72,7 +78,7 @@ class TargetSource:
     def close(self) -> None:
         """Unregisters the ring; to be called before its mapping goes."""
         if self._registered is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            _cudart().cudaHostUnregister(self._registered)
             self._registered = None
 
     def warm_up(self, token_budget: int, max_length: int) -> None:
@@ -86,7 +92,8 @@ class TargetSource:
                 torch.cuda.synchronize(self._target.device)
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"stream.token_budget: a batch of {tokens} tokens does not fit into {self._target.device} beside the target"
+                f"stream.token_budget: a batch of {tokens} tokens does not fit into {self._target.device} "
+                "beside the target"
             ) from None
 
     def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
@@ -121,6 +128,10 @@ class TargetSource:
         with torch.cuda.stream(self._copies):
             out.copy_(states, non_blocking=True)
         states.record_stream(self._copies)  # its memory is not used again before the copy is done
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 def _check_device(device: str) -> None:

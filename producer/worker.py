@@ -273,23 +273,21 @@ class WorkQueue:
             self._changed.notify_all()
 
     def _next(self) -> WorkItem | None:
-        """The lowest batch that is not read, if it is among the `ahead` lowest."""
-        for batch in sorted(self._items)[: self._ahead]:
-            if batch not in self._ready:
-                return self._items[batch]
+        """Waits for a batch to read: the lowest unread one of the `ahead` lowest. None once closed."""
+        with self._changed:
+            while not self._closed:
+                for batch in sorted(self._items)[: self._ahead]:
+                    if batch not in self._ready:
+                        return self._items[batch]
+                self._changed.wait()
         return None
 
     def _read(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    while not self._closed and (item := self._next()) is None:
-                        self._changed.wait()
-                    if self._closed:
-                        return
+            while (item := self._next()) is not None:
                 prepared = prepare(self._rows, item)
                 with self._changed:
-                    if item.batch in self._items:  # it may have been dropped meanwhile
+                    if self._items.get(item.batch) == item:  # it may have been dropped meanwhile
                         self._ready[item.batch] = prepared
                     self._changed.notify_all()
         except (OSError, ValueError, IndexError) as error:
