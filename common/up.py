@@ -114,8 +114,9 @@ class Child:
             )
 
     def signal(self, number: int) -> None:
+        # Not Popen.send_signal: that reaps a child that has just ended, and `reap` would never hear of it.
         if self.process and self.process.returncode is None:
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
         """SIGKILL to the child and all it started. Only while it is not reaped: its pid is its own until then."""
@@ -293,7 +294,7 @@ class Supervisor:
             child.failures.popleft()
         if len(child.failures) >= policy.limit:
             child.state = "failed"
-            self._show_failure(child, f"{child.name} {_died(code)}, the {policy.limit}th time in {policy.window:.0f} s")
+            self._show_failure(child, f"{child.name} {_died(code)}: {policy.limit} times in {policy.window:.0f} s")
             self._stop(1, f"stopping: {child.name} does not stay up")
             return
         pause = min(policy.first_pause * 2 ** (len(child.failures) - 1), policy.longest_pause)

@@ -325,6 +325,11 @@ class Checkpointer:
         self._pending: Future[Outcome] | None = None
 
     @property
+    def pending(self) -> bool:
+        """Whether there is a write whose outcome has not been taken."""
+        return self._pending is not None
+
+    @property
     def busy(self) -> bool:
         return self._pending is not None and not self._pending.done()
 

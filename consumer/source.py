@@ -5,10 +5,10 @@ phases by itself: when the feed says that a phase has no more records, it asks f
 so the request in hand is sent again each second, after all that the feed must know before it: this rank's refusals and,
 from rank 0, what the last phases trained.
 
-A record is freed by `release`, after the loop has read all of it, and only if the slot's words still say that it is the
-record that was given. A record that does not check out is freed and refused; refused a second time, its batch is listed:
-it counts as one of its step's records and is never trained. A worker whose records are refused `skip_limit` times in a
-row ends the run.
+A record is freed by `release`, after the loop has read all of it, and only if the slot's words still say that it is
+the record that was given. A record that does not check out is freed and refused; refused a second time, its batch is
+listed: it counts as one of its step's records and is never trained. A worker whose records are refused `skip_limit`
+times in a row ends the run.
 
     loop            next -> train -> release                   next -> ...
     thread  want(0)  check(0)  want(1)  check(1) .............. want(2) ...
@@ -33,6 +33,7 @@ from ..common.ring import RingInvalid, RingReader
 from .check import RecordCheck, RecordRefused
 
 RESEND_SECONDS = 1.0
+_WAIT_SECONDS = 0.2
 _RETRIES = 4  # reads of a record found by scanning, before it is called bad
 _RETRY_SECONDS = 0.02
 _HELD = 2  # records a rank holds at most: the one in training and the next
@@ -80,7 +81,7 @@ class RecordSource:
     """Records for one rank of one trainer, phase by phase.
 
     address: where the feed listens for ranks. ring_dir: the run's rings. next_phase: what follows a phase.
-    on_map: called with (address, bytes) of a ring when it is mapped, on_unmap with the address before it is unmapped.
+    on_map, on_unmap: called with (address, bytes) when a ring has been mapped and before it is unmapped.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class RecordSource:
         next_phase: Callable[[Kind, int], Phase | None],
         skip_limit: int,
         on_map: Callable[[int, int], None] = lambda address, size: None,
-        on_unmap: Callable[[int], None] = lambda address: None,
+        on_unmap: Callable[[int, int], None] = lambda address, size: None,
     ):
         self._rank, self._trainer = rank, trainer
         self._address, self._ring_dir = address, ring_dir
@@ -103,6 +104,7 @@ class RecordSource:
         self._on_map, self._on_unmap = on_map, on_unmap
         # Of the thread alone:
         self._readers: dict[str, RingReader] = {}
+        self._replaced: list[RingReader] = []  # no longer given, but perhaps still read
         self._phase, self._index = phase, 0
         self._in_a_row: dict[str, int] = {}
         self._malformed = 0
@@ -123,7 +125,8 @@ class RecordSource:
         self._thread.start()
 
     def next(self, phase: Phase, waiting: Callable[[], None] = lambda: None) -> Record | None:
-        """This rank's next record of `phase`, or None when it gets no more of them. Calls `waiting` each second.
+        """This rank's next record of `phase`, or None when it gets no more of them. Calls `waiting` several times a
+        second; what it raises ends the wait.
 
         Raises:
             BadWorker, FeedStopped: the run must stop.
@@ -137,7 +140,7 @@ class RecordSource:
                     return progress.ready.popleft()
                 if progress.exhausted:
                     return None
-                if not self._lock.wait(RESEND_SECONDS):
+                if not self._lock.wait(_WAIT_SECONDS):
                     waiting()
 
     def release(self, record: Record) -> None:
@@ -146,7 +149,6 @@ class RecordSource:
         Raises:
             TornRecord: the slot was no longer the record's, so what was read of it is worthless.
         """
-        record.states.release()
         point("rank.copied-not-released")
         if not record.reader.release(record.take.slot, record.take.seq):
             raise TornRecord(
@@ -204,8 +206,8 @@ class RecordSource:
         finally:
             socket.close()
             context.term()
-            for name in list(self._readers):
-                self._drop_reader(name)
+            self._replaced += self._readers.values()
+            self._unmap_replaced()
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
@@ -225,7 +227,7 @@ class RecordSource:
             if news or request != asked or now - sent_at >= RESEND_SECONDS:
                 self._say(socket, request)
                 asked, sent_at = request, now
-            elif not poller.poll(1000 * max(0.0, sent_at + RESEND_SECONDS - now)):
+            elif not poller.poll(1 + int(1000 * max(0.0, sent_at + RESEND_SECONDS - now))):
                 self._drop_replaced()
             while socket.poll(0):
                 self._receive(socket.recv(), request)
@@ -242,8 +244,9 @@ class RecordSource:
         with self._lock:
             if self._phase is None or self._held >= _HELD or self._failure is not None:
                 return None
-        kind, number = self._phase
-        return wire.RankWant(self._rank, self._trainer, int(kind), number, self._index)
+            kind, number = self._phase
+            refused = tuple(one.index for one in self._refused if (one.kind, one.number) == (kind, number))
+        return wire.RankWant(self._rank, self._trainer, int(kind), number, self._index, refused)
 
     def _say(self, socket: "zmq.Socket[bytes]", request: wire.RankWant | None) -> None:
         with self._lock:
@@ -263,7 +266,7 @@ class RecordSource:
         except wire.WireError:
             self._malformed += 1
             return
-        if isinstance(message, wire.StopRank) and message.trainer == self._trainer:
+        if isinstance(message, wire.StopRank) and message.trainer == self._trainer and message.reason != "finished":
             self._fail(FeedStopped(message.reason))
         if request is None or not isinstance(message, wire.Take | wire.Exhausted):
             return
@@ -317,7 +320,7 @@ class RecordSource:
     def _reader(self, take: wire.Take) -> RingReader:
         reader = self._readers.get(take.worker)
         if reader is not None and reader.ring_id != take.ring:
-            self._drop_reader(take.worker)
+            self._replaced.append(self._readers.pop(take.worker))
             reader = None
         if reader is None:
             reader = RingReader.open(self._ring_dir / f"{take.worker}.ring")
@@ -364,20 +367,22 @@ class RecordSource:
         if in_a_row >= self._skip_limit:
             self._fail(
                 BadWorker(
-                    f"{in_a_row} records in a row from worker {take.worker} were refused (trainer.skip_limit); the last: "
-                    f"batch {BatchId.unpack(take.batch)}: {reason}"
+                    f"{in_a_row} records in a row from worker {take.worker} were refused (trainer.skip_limit); "
+                    f"the last, batch {BatchId.unpack(take.batch)}: {reason}"
                 )
             )
 
     def _drop_replaced(self) -> None:
-        """Unmap rings that were removed or replaced and of which nothing is held."""
-        with self._lock:
-            if self._held:
-                return
+        """Give up rings that were removed or replaced, and unmap them once nothing is held."""
         for name in [name for name, reader in self._readers.items() if reader.replaced()]:
-            self._drop_reader(name)
+            self._replaced.append(self._readers.pop(name))
+        with self._lock:
+            idle = not self._held
+        if idle:
+            self._unmap_replaced()
 
-    def _drop_reader(self, name: str) -> None:
-        reader = self._readers.pop(name)
-        self._on_unmap(reader.mapping()[0])
-        reader.close()
+    def _unmap_replaced(self) -> None:
+        for reader in self._replaced:
+            self._on_unmap(*reader.mapping())
+            reader.close()
+        self._replaced.clear()
