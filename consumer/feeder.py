@@ -91,7 +91,7 @@ class Feeder:
     """The feed of one trainer.
 
     ledger, phase: as resumed; the ledger is copied. trainer: this trainer's incarnation, also the feed's id: a later
-    trainer's must be another. on_done and on_refused are called from the feed's thread and must not block.
+    trainer's must be greater. on_done and on_refused are called from the feed's thread and must not block.
     """
 
     def __init__(
@@ -198,6 +198,8 @@ class Feeder:
         finally:
             self._rings.close()
             self._context.destroy(linger=0)
+            for path in self._addresses:
+                path.unlink(missing_ok=True)
 
     def _turn(self) -> None:
         """Hear what there is to hear, look at the rings, and act."""
@@ -263,8 +265,11 @@ class Feeder:
             return
         self._routes[scan.worker] = route
         if speaks:
-            rate = message.tokens_per_s if isinstance(message, wire.Want) else None
-            self._waited[scan.worker] = message.waited if isinstance(message, wire.Want) else 0.0
+            if self._unknown(message):
+                self._waited[scan.worker] = 0.0
+            rate = None
+            if isinstance(message, wire.Want):
+                rate, self._waited[scan.worker] = message.tokens_per_s, message.waited
             self._state.heard(scan.worker, scan.incarnation, message.held, rate, time.monotonic())
 
     def _hear_rank(self, route: bytes, message: _RankMessage) -> None:
