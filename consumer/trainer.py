@@ -30,6 +30,7 @@ from ..common.devices import assign_devices
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint
 from ..common.locks import FileLock, held_by
+from ..common.notify import Watchdog, extend_timeout, notify
 from ..common.plan import Plan, plan_from
 from ..common.rows import Rows
 from ..common.runfile import RunFile
@@ -58,12 +59,15 @@ STARTING_SECONDS = 5.0
 FAREWELL_SECONDS = 3.0
 """How long the feed of a finished run answers workers that it is finished."""
 
+EXTEND_SECONDS = 15.0
+"""What systemd is asked for, each second, while the trainer is about to start or to stop."""
+
 _TICK = 0.25
 _SAVING_SILENCE = 10.0  # rank 0 says each second that it is saving
 
 log = logging.getLogger(__name__)
 
-Describe = Callable[[RunFile], RunFacts]
+Describe = Callable[[RunFile, Callable[[], object]], RunFacts]
 
 
 def main(
@@ -138,6 +142,7 @@ def _claim(run: RunFile, stack: ExitStack) -> None:
             if holder not in told:
                 print(f"waiting for {holder} of an earlier trainer to end", flush=True)
             told.add(holder)
+        extend_timeout(EXTEND_SECONDS)
         time.sleep(0.2)
 
 
@@ -145,7 +150,7 @@ def _prepare(run: RunFile, resume: str | None, describe: Describe) -> Start:
     """Find data, plan and checkpoint, and make sure that they belong together."""
     checkpoint = _find_checkpoint(run, resume)
     state = load_state(checkpoint) if checkpoint else None
-    facts = describe(run)
+    facts = describe(run, lambda: extend_timeout(EXTEND_SECONDS))
     plan = plan_from(run, Rows.open(facts.rows))
     if state is None or checkpoint is None:
         run_id = f"{run.name}-{secrets.token_hex(4)}"
@@ -225,6 +230,8 @@ class Trainer:
         self._ending: tuple[str, str] | None = None  # what the ranks agreed on
         self._ticked = 0.0
         self._message = ""
+        self._watchdog = Watchdog()
+        self._ready = False
 
     def run(self, rank_command: Sequence[str]) -> int:
         run, start = self._run, self._start
@@ -409,7 +416,23 @@ class Trainer:
         else:
             phase = feeder.snapshot().phase
             state = "evaluating" if phase is not None and phase.kind is Kind.EVAL else "training"
-        self._progress.write(state, self._message or self._waits_for(state, feeder))
+        message = self._message or self._waits_for(state, feeder)
+        self._progress.write(state, message)
+        self._tell_systemd(state, message)
+
+    def _tell_systemd(self, state: str, message: str) -> None:
+        """READY once every rank has loaded. The watchdog is fed between looks at the ranks: one that hangs ends the
+        trainer, and so this."""
+        self._watchdog.beat()
+        status = self._progress.status
+        notify(f"STATUS=step {status['step']} of {status['total_steps']}, {message or state}")
+        if self._kill_at is not None:
+            notify("STOPPING=1")
+            extend_timeout(EXTEND_SECONDS)
+        elif state == "starting":
+            extend_timeout(EXTEND_SECONDS)
+        elif not self._ready:
+            self._ready = notify("READY=1")
 
     def _waits_for(self, state: str, feeder: Feeder) -> str:
         if state != "waiting":

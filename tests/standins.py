@@ -243,7 +243,7 @@ def _read_bytes(peer: socket.socket, size: int) -> bytes:
 # Whole processes: `python standins.py trainer|rank|worker ...` --------------------------------------------------------
 
 
-def facts_of(run: RunFile) -> RunFacts:
+def facts_of(run: RunFile, alive: Any = None) -> RunFacts:
     """What `describe` says of a run on stamped states: no target is asked."""
     assert run.data.rows is not None
     rows = Rows.open(run.data.rows)
