@@ -61,6 +61,13 @@ def _load(run_path: Path, overrides: tuple[str, ...]) -> "RunFile":
     return load(run_path, overrides)
 
 
+def _log_to_stderr() -> None:
+    """What a process of a run logs, a line each without stamps: the journal and `up` add their own."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+
 def _run_reference(text: str | None) -> tuple[str | None, Path]:
     """The name and the ring folder's parent of a run given by name or by run file, without validating the file."""
     from .paths import DEFAULT_RING_DIR
@@ -211,6 +218,7 @@ def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bo
 def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
     """Run one target worker in the foreground."""
     run = _load(run_path, overrides)
+    _log_to_stderr()
     from ..producer.worker import main as worker_main
 
     return worker_main(run, worker)
@@ -223,6 +231,7 @@ def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
 def consumer(run_path: Path, overrides: tuple[str, ...], resume: str | None) -> int:
     """Run the trainer and its ranks in the foreground."""
     run = _load(run_path, overrides)
+    _log_to_stderr()
     from ..consumer.trainer import main as trainer_main
 
     return trainer_main(run, resume)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .up import Child, View
 
 _LOG_LINE = re.compile(r"\[[^]]*\] step=\d+ loss=")
+_RELAYED = ("trainer", "prepare")  # whose lines a terminal shows as they come
 _STYLES = {"running": "green", "restarts": "yellow", "failed": "bold red", "left": "dim", "stopped": "dim"}
 
 
@@ -42,6 +43,10 @@ class PlainView:
     def line(self, child: str, text: str) -> None:
         for part in text.splitlines():
             print(f"{child:<7} | {_unnamed(child, part)}", file=sys.stdout, flush=True)
+
+    def failure(self, child: "Child", text: str, lines: Sequence[str]) -> None:
+        """The child's lines again, together: others' may stand between them."""
+        self.event("\n    ".join([text, *lines, f"(log: {child.log})"]), urgent=True)
 
     def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
         pass
@@ -66,8 +71,12 @@ class LiveView:
 
     def line(self, child: str, text: str) -> None:
         # Log lines are the screen's own figures; workers' lines are in their table row.
-        if child in ("trainer", "prepare") and not _LOG_LINE.match(text):
+        if child in _RELAYED and not _LOG_LINE.match(text):
             self._live.console.print(Text(f"{child:>8} ", style="cyan") + Text(_unnamed(child, text)), soft_wrap=True)
+
+    def failure(self, child: "Child", text: str, lines: Sequence[str]) -> None:
+        shown = [] if child.name in _RELAYED else lines
+        self.event("\n    ".join([text, *shown, f"(log: {child.log})"]), urgent=True)
 
     def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
         self._last = status or self._last

@@ -147,6 +147,7 @@ class View(Protocol):
 
     def event(self, text: str, urgent: bool = False) -> None: ...
     def line(self, child: str, text: str) -> None: ...
+    def failure(self, child: "Child", text: str, lines: Sequence[str]) -> None: ...
     def refresh(self, children: Sequence[Child], status: Status | None) -> None: ...
     def close(self) -> None: ...
 
@@ -303,8 +304,7 @@ class Supervisor:
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
-        shown = "".join(f"\n    {line}" for line in lines[-8:])
-        self.view.event(f"{text}{shown}\n    (log: {child.log})" if shown else f"{text} (log: {child.log})", True)
+        self.view.failure(child, text, lines[-8:])
 
     def _restart_due(self) -> None:
         now = time.monotonic()

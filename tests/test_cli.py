@@ -179,12 +179,14 @@ def test_init_elsewhere_keeps_paths_right(tmp_path: Path, monkeypatch: pytest.Mo
 def test_status(runtime: Path, run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = paths.run_dir("t")
     values = {"state": "training", "step": 5, "total_steps": 10, "loss": 1.5, "updated": time.time(), "wait_data": 0.5}
+    values |= {"workers": 2, "ranks": 1, "slots": 3, "tokens_per_s": 1500.0, "epoch": 0.5, "epochs": 6, "eta_s": 60.0}
     write_status(folder / "status.json", values)
     with FileLock(folder / "consumer.lock", "trainer of run t") as lock:
         assert lock.acquire()
         assert main(["status", str(run_path)]) == 0
         shown = capsys.readouterr().out
-        assert "t: training; step 5 of 10 (50%)" in shown and "loss 1.500" in shown
+        assert "t: training; step 5 of 10 (50%), epoch 0.50 of 6, ETA 1m" in shown and "loss 1.500" in shown
+        assert "2 workers up, 1 ranks" in shown and "(1.5 Ktok/s)" in shown
         assert "the target is the slower side" in shown
     assert main(["status", "t"]) == 0
     assert "no trainer is up (last training, 0s ago)" in capsys.readouterr().out

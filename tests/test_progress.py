@@ -123,11 +123,25 @@ def test_events_and_remarks_stay_above_the_screen(run: RunFile, console: Console
     assert "tgt=" not in text and "loading" not in text
 
 
+def test_failures_show_what_is_not_on_the_screen_yet(run: RunFile, console: Console) -> None:
+    view = LiveView(run, console)
+    view.failure(child("w0", "restarts"), "w0 failed", ["no memory"])
+    view.failure(child("trainer", "restarts"), "trainer failed", ["shown before"])
+    view.close()
+    text = shown(console)
+    assert "w0 failed" in text and "    no memory" in text and "(log: /log)" in text
+    assert "trainer failed" in text and "shown before" not in text
+
+
 def test_plain_lines(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
     view = make_view(run, plain=False)
     assert isinstance(view, PlainView), "stdout is no terminal here"
     view.event("one\ntwo")
     view.line("w0", "w0: ready")
+    view.failure(child("w0", "failed"), "w0 failed", ["no memory"])
     view.refresh([], STATUS)
     view.close()
-    assert capsys.readouterr().out == "up      | one\nup      | two\nw0      | ready\n"
+    assert capsys.readouterr().out == (
+        "up      | one\nup      | two\nw0      | ready\n"
+        "up      | w0 failed\nup      |     no memory\nup      |     (log: /log)\n"
+    )
