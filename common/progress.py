@@ -132,31 +132,34 @@ def _steps(status: Status) -> RenderableType:
     return row
 
 
-def _figures(status: Status) -> list[Text]:
-    def known(key: str, form: str, scale: float = 1.0) -> str:
-        value = status.get(key)
-        return "-" if value is None else format(value * scale, form)
-
-    def line(*pairs: tuple[str, str]) -> Text:
-        text = Text()
-        for name, value in pairs:
-            text.append(f"{name} ", "dim").append(f"{value}   ")
-        return text
-
-    if "loss" not in status and "target_bps" not in status:
-        return []
-    epochs = f" of {status['epochs']}" if "epochs" in status else ""
-    learning = [("loss", known("loss", ".3f")), ("acc", known("acc", ".2f")), ("tau", known("tau", ".2f"))]
-    if "tau_chain" in status:
-        learning.append(("tau_chain", known("tau_chain", ".2f")))
-    rates = [
-        ("target", f"{known('target_bps', '.2f')} batches/s"),
-        ("drafter", f"{known('drafter_bps', '.2f')} batches/s, {known('tokens_per_s', '.1f', 1e-3)} Ktok/s"),
-        ("ranks", f"compute {known('wait_gpu', '.0%')}, wait for data {known('wait_data', '.0%')}"),
+def _figures(status: Status) -> list[RenderableType]:
+    """Learning and rates, one line each, without what is not known yet."""
+    epoch = "{:.2f}" + (f" of {status['epochs']}" if "epochs" in status else "")
+    learning = [
+        ("loss", "loss", "{:.3f}"),
+        ("acc", "acc", "{:.2f}"),
+        ("tau", "tau", "{:.2f}"),
+        ("tau_chain", "tau_chain", "{:.2f}"),
+        ("lr", "lr", "{:.1e}"),
+        ("epoch", "epoch", epoch),
     ]
-    if status.get("listed"):
-        rates.append(("listed", f"{status.get('listed')}"))
-    return [line(*learning, ("lr", known("lr", ".1e")), ("epoch", known("epoch", ".2f") + epochs)), line(*rates)]
+    rates = [
+        ("target", "target_bps", "{:.2f} batches/s"),
+        ("drafter", "drafter_bps", "{:.2f} batches/s"),
+        ("context", "tokens_per_s", "{:,.0f} tokens/s"),
+        ("ranks compute", "wait_gpu", "{:.0%}"),
+        ("wait for data", "wait_data", "{:.0%}"),
+        ("listed", "listed", "{}"),
+    ]
+    lines: list[RenderableType] = []
+    for pairs in (learning, rates):
+        text = Text()
+        for name, key, form in pairs:
+            if (value := status.get(key)) is not None and (key, value) != ("listed", 0):
+                text.append(f"{name} ", "dim").append(form.format(value) + "   ")
+        if text:
+            lines.append(text)
+    return lines
 
 
 def _processes(children: "Sequence[Child]", status: Status | None) -> RenderableType:

@@ -305,10 +305,13 @@ class DraftAttention(nn.Module):
         keys = rotate(self.k_norm(self.k_proj(x).view(shape)), rope)
         return keys.transpose(0, 1), self.v_proj(x).view(shape).transpose(0, 1)
 
-    def forward(self, x: Tensor, rope: Rope, context: ContextKV, attend: Attend) -> Tensor:
-        q = rotate(self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.head_dim)), rope)
-        mixed = attend(q.transpose(0, 1), context, self.keys_values(x, rope), self.window)
-        return self.o_proj(mixed.transpose(0, 1).reshape(x.shape[0], -1))
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """Queries of x [n, H] after norm and RoPE: [heads, n, D]."""
+        return rotate(self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.head_dim)), rope).transpose(0, 1)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[heads, n, D] to [n, H]."""
+        return self.o_proj(mixed.transpose(0, 1).reshape(mixed.shape[1], -1))
 
 
 class DraftLayer(nn.Module):
@@ -322,8 +325,21 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, rope: Rope, context: ContextKV, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, context, attend)
+        q, block = self._before(x, rope)
+        return self._after(x, attend(q, context, block, self.self_attn.window))
+
+    def _before(self, x: Tensor, rope: Rope) -> tuple[Tensor, ContextKV]:
+        inner = self.input_layernorm(x)
+        return self.self_attn.queries(inner, rope), self.self_attn.keys_values(inner, rope)
+
+    def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x = x + self.self_attn.output(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def compile_parts(self) -> None:
+        """Compiles what lies before and after the attention, for any number of slots."""
+        self._before = torch.compile(self._before, dynamic=True)
+        self._after = torch.compile(self._after, dynamic=True)
 
 
 class ContextCache:
@@ -400,6 +416,11 @@ class Drafter(nn.Module):
         for layer, layer_context in zip(self._draft_layers(), context, strict=True):
             x = layer(x, rope, layer_context, attend)
         return self.norm(x)
+
+    def compile_parts(self) -> None:
+        """Fuses norms, RoPE and activations by torch.compile: for training on CUDA."""
+        for layer in self._draft_layers():
+            layer.compile_parts()
 
     def forward(
         self, features: Tensor, context_positions: Tensor, embeds: Tensor, positions: Tensor, attend: Attend

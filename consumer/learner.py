@@ -185,6 +185,8 @@ class DFlashLearner:
         self.weights = MasterWeights(self.drafter, dtype=dtype, device=self.device)
         self._optimizer = MasterAdamW(self.weights, run.optimizer)
         self._reader = StateReader(self.device, dtype)
+        if self.device.type == "cuda":
+            self.drafter.compile_parts()
         self._sums = torch.zeros(sums_size(self.config.block_size), dtype=torch.float64, device=self.device)
 
     # Records

@@ -39,6 +39,31 @@ def head_cross_entropy(
     return HeadLoss(loss, losses, hits)
 
 
+def softmax_parts(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [c, V]: the losses [c] in `wide`, whether the argmax is the label, and softmax - onehot [c, V].
+
+    The label's 1 is taken off before the slope is rounded to the logits' dtype: near certainty p - 1 would vanish in
+    bfloat16.
+    """
+    label = labels[:, None]
+    hits = logits.argmax(-1) == labels
+    scores = torch.log_softmax(logits, -1, dtype=wide)
+    losses = -scores.gather(1, label)[:, 0]
+    slope = scores.exp_().scatter_add_(1, label, scores.new_full((), -1).expand(label.shape))
+    return losses, hits, slope.to(logits.dtype)
+
+
+def _softmax_pointwise(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_parts` without anything in place: two reductions and one pointwise pass once compiled."""
+    label = labels[:, None]
+    scores = torch.log_softmax(logits, -1, dtype=wide)
+    slope = scores.exp() - (torch.arange(logits.shape[1], device=logits.device) == label).to(wide)
+    return -scores.gather(1, label)[:, 0], logits.argmax(-1) == labels, slope.to(logits.dtype)
+
+
+_fused_softmax = torch.compile(_softmax_pointwise, dynamic=True)
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -47,18 +72,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = hidden.new_empty(len(labels), dtype=wide)
         hits = torch.empty_like(labels, dtype=torch.bool)
+        softmax = _fused_softmax if hidden.is_cuda else softmax_parts
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            logits = (hidden[part] @ head_weight.T).to(wide)
-            label = labels[part, None]
-            hits[part] = logits.argmax(-1) == label[:, 0]
-            logits = torch.log_softmax(logits, -1)
-            losses[part] = -logits.gather(1, label)[:, 0]
+            logits = hidden[part] @ head_weight.T
+            losses[part], hits[part], slope = softmax(logits, labels[part], wide)
             if gradient is not None:
-                # The label's 1 is taken off before rounding: near certainty, p - 1 would vanish in bfloat16.
-                slope = logits.exp_().scatter_add_(1, label, logits.new_full((), -1).expand(label.shape))
-                gradient[part] = (slope.to(head_weight.dtype) @ head_weight) * weights[part, None]
+                gradient[part] = (slope @ head_weight) * weights[part, None]
         ctx.save_for_backward(*([] if gradient is None else [gradient]))
         ctx.mark_non_differentiable(losses, hits)
         return (losses * weights).sum(), losses, hits

@@ -37,7 +37,7 @@ class Progress:
             "epochs": plan.epochs,
             "epoch": self._epoch(step),
             "slots": slots,
-            "listed": 0,
+            "listed": listed,
             "state": "starting",
             "message": "",
         }

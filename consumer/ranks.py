@@ -19,6 +19,7 @@ from typing import Any
 from .job import RankJob
 
 RANK_COMMAND = (sys.executable, "-m", "paceline.consumer.rank")
+STARTUP_SECONDS = 1800.0
 _TAIL_LINES = 12
 _READ = 1 << 16
 
@@ -130,12 +131,14 @@ class RankSet:
         return [rank for rank in self.ranks if rank.code is None]
 
     def hung(self, seconds: float) -> list[Rank]:
-        """Ranks that should have said something for `seconds`. One that waits for the others in a gather is excused
-        while any other is elsewhere, which then is the one to speak."""
-        running = self.running
-        all_gather = all(rank.state == "gather" for rank in running)
-        silent = [rank for rank in running if time.monotonic() - rank.heard_at > seconds]
-        if all_gather:
+        """Ranks that should have said something for `seconds`; more while they load, which has no signs of life.
+
+        One that waits for the others in a gather is excused while any other is elsewhere: that one is to speak.
+        """
+        running, now = self.running, time.monotonic()
+        limits = {"starting": max(seconds, STARTUP_SECONDS)}
+        silent = [rank for rank in running if now - rank.heard_at > limits.get(rank.state, seconds)]
+        if all(rank.state == "gather" for rank in running):
             return silent if len(silent) == len(running) else []
         return [rank for rank in silent if rank.state != "gather"]
 

@@ -33,6 +33,7 @@ from ..common.ring import RingInvalid, RingReader
 from .check import RecordCheck, RecordRefused
 
 RESEND_SECONDS = 1.0
+_CLOSE_LINGER_MS = 200  # for the last `Done`
 _WAIT_SECONDS = 0.2
 _RETRIES = 4  # reads of a record found by scanning, before it is called bad
 _RETRY_SECONDS = 0.02
@@ -204,7 +205,7 @@ class RecordSource:
         except Exception as error:  # whatever it is, the loop must raise it rather than wait for ever
             self._fail(error)
         finally:
-            socket.close()
+            socket.close(linger=_CLOSE_LINGER_MS)
             context.term()
             self._replaced += self._readers.values()
             self._unmap_replaced()

@@ -252,6 +252,7 @@ class Trainer:
                 name=run.name,
                 ranks=run.trainer.ranks,
                 step=start.step,
+                listed=len(start.ledger.listed),
                 slots=run.stream.slots,
                 metrics=metrics,
                 status_path=paths.status_path(run),

@@ -26,7 +26,7 @@ from ..common.faults import point
 from ..common.plan import Plan
 from ..common.record import RecordMeta
 from ..common.runfile import RunFile
-from .checkpoint import Checkpointer, CheckpointError, CheckpointState, Write
+from .checkpoint import Checkpointer, CheckpointError, CheckpointState, Outcome, Write
 from .group import Group, GroupError
 from .job import RankJob, Reports, versions
 from .ledger import Ledger
@@ -155,14 +155,15 @@ class Training:
         self._at = boundary
         self._ending: Ending | None = None
         self._skipped = 0  # steps in a row without an update
+        self._last_done: wire.Done | None = None
         self._began = self._phase_began = time.monotonic()
         self._before = boundary.seconds
         settings = run.checkpoint
         self._keeper = Checkpointer(
             paths.checkpoint_dir(run), keep_last=settings.keep_last, keep_best=settings.keep_best
         )
-        self._saved = (boundary.step, boundary.phase)  # what the last checkpoint asked for holds
-        self._saved_at = time.monotonic()
+        self._written = self._asked = (boundary.step, boundary.phase)  # the boundaries of the newest checkpoints
+        self._asked_at = time.monotonic()
 
     def run(self) -> Ending:
         """Train to the end of the plan, of the run's time, or to a stop; then write the last checkpoint.
@@ -172,7 +173,10 @@ class Training:
         """
         while self._at.phase is not None and self._ending is None:
             self._phase_began = time.monotonic()
-            self._run_phase(*self._at.phase)
+            try:
+                self._run_phase(*self._at.phase)
+            except GroupError as error:  # all talk between ranks comes before anything changes
+                self._ending = Ending("stopped") if self._flag.requested else Ending("failed", str(error))
             if self._job.rank == 0:
                 self._save_if_due()
         ending = self._ending or Ending("finished")
@@ -187,12 +191,7 @@ class Training:
     def _run_phase(self, kind: Kind, number: int) -> None:
         mine = self._collect((kind, number))
         self._reports.doing("gather")
-        try:
-            everyone = [_collected(found) for found in self._group.all_gather(asdict(mine))]
-        except GroupError:
-            if not mine.stop:
-                raise
-            everyone = [mine]  # the others have gone already; this rank's boundary is as good as theirs
+        everyone = [Collected(**found) for found in self._group.all_gather(asdict(mine))]
         if stop := next((one.stop for one in everyone if one.stop), ""):
             self._ending = Ending("stopped") if stop == "signal" else Ending("failed", stop)
             return
@@ -210,7 +209,7 @@ class Training:
         self._at.phase = self._plan.next_phase(kind, number)
         self._at.seconds = self._before + time.monotonic() - self._began
         self._tell(kind, number, batches, listed, values | self._rates(everyone))
-        if everyone[0].last:
+        if everyone[0].last and self._at.phase is not None:
             self._ending = Ending("hours", f"trainer.max_hours ({self._run.trainer.max_hours}) is over")
 
     def _collect(self, phase: Phase) -> Collected:
@@ -323,63 +322,71 @@ class Training:
         if (anchors := values.get("anchors")) is not None:
             values["anchors_per_s"] = anchors / values["seconds"]
         numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-        self._at.metrics |= {key: value for key, value in numbers.items() if math.isfinite(value)}
+        kept = {_metric_name(kind, key): value for key, value in numbers.items() if math.isfinite(value)}
+        self._at.metrics |= kept
         if self._job.rank:
             return
-        self._source.done(
-            wire.Done(
-                rank=0,
-                trainer=self._job.trainer,
-                kind=int(kind),
-                number=number,
-                trained=tuple(batch.pack() for batch in batches),
-                listed=tuple(wire.Listed(batch.pack(), reason) for batch, reason in listed.items()),
-                metrics=numbers,
-            )
+        done = wire.Done(
+            rank=0,
+            trainer=self._job.trainer,
+            kind=int(kind),
+            number=number,
+            trained=tuple(batch.pack() for batch in batches),
+            listed=tuple(wire.Listed(batch.pack(), reason) for batch, reason in listed.items()),
+            metrics=numbers,
         )
+        if self._at.phase is None:
+            self._last_done = done  # the feed then lets the workers go: not before the run is safe on disk
+        else:
+            self._source.done(done)
         values["elapsed"] = self._at.seconds
         self._reports.phase(kind, number, values, listed)
 
     # Checkpoints (rank 0)
 
     def _save_if_due(self) -> None:
-        if outcome := self._keeper.poll():
-            self._reports.checkpoint(outcome)
+        self._note(self._keeper.poll())
         phase, settings = self._at.phase, self._run.checkpoint
         evaluation_next = phase is not None and phase[0] is Kind.EVAL  # its tau_chain decides what is kept
         if self._keeper.busy or evaluation_next or phase is None or self._ending is not None:
             return
         every, minutes = settings.every_steps, settings.every_minutes
-        by_steps = every is not None and self._at.step // every > self._saved[0] // every
-        by_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        if by_steps or (by_time and self._at.step > self._saved[0]):
+        by_steps = every is not None and self._at.step // every > self._asked[0] // every
+        by_time = minutes is not None and time.monotonic() - self._asked_at >= 60 * minutes
+        if by_steps or (by_time and self._at.step > self._asked[0]):
             self._save()
 
     def _save(self) -> None:
         self._reports.doing("saving")
-        self._saved, self._saved_at = (self._at.step, self._at.phase), time.monotonic()
+        self._asked, self._asked_at = (self._at.step, self._at.phase), time.monotonic()
         self._keeper.save(self._state(), self._learner.snapshot())
 
-    def _save_last(self) -> None:
-        self._await_save()
-        if self._saved != (self._at.step, self._at.phase):
-            self._save()
-            if error := self._await_save():
-                raise CheckpointError(error)
-
-    def _await_save(self) -> str:
-        """Wait for the write in progress; why it failed, or nothing."""
-        self._reports.doing("saving")
-        outcome = None
-        while self._keeper.pending and (outcome := self._keeper.wait(1.0)) is None:
-            self._reports.alive()
+    def _note(self, outcome: Outcome | None) -> str:
+        """Report how a write ended; why it failed, or nothing."""
         if outcome is None:
             return ""
         self._reports.checkpoint(outcome)
         if outcome.path is None:
-            self._saved = (-1, None)  # nothing holds that boundary
             return outcome.error
+        self._written = self._asked
         return ""
+
+    def _save_last(self) -> None:
+        self._await_save()
+        if self._written != (self._at.step, self._at.phase):
+            self._save()
+            if error := self._await_save():
+                raise CheckpointError(error)
+        if self._last_done is not None:
+            self._source.done(self._last_done)
+
+    def _await_save(self) -> str:
+        """Wait for the write in progress, if there is one; why it failed, or nothing."""
+        self._reports.doing("saving")
+        outcome = None
+        while self._keeper.pending and (outcome := self._keeper.wait(1.0)) is None:
+            self._reports.alive()
+        return self._note(outcome)
 
     def _state(self) -> CheckpointState:
         at, run = self._at, self._run
@@ -401,5 +408,6 @@ class Training:
         )
 
 
-def _collected(found: dict[str, Any]) -> Collected:
-    return Collected(**found)
+def _metric_name(kind: Kind, key: str) -> str:
+    """In state.json an evaluation's figures stand beside a step's; tau_chain is only measured in evaluations."""
+    return f"eval_{key}" if kind is Kind.EVAL and key != "tau_chain" else key

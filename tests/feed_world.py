@@ -75,14 +75,13 @@ class SimWorker:
     def hear(self, message: wire.Work | wire.StopWorker) -> None:
         if self.ring is None or message.incarnation != self.ring.incarnation or not isinstance(message, wire.Work):
             return
-        if message.feed < self.feed:
-            return
-        if message.feed > self.feed:
+        if message.feed != self.feed:
             self.feed = message.feed
             self.queue.clear()
+        committed = {slot.batch for slot in self.ring.states() if slot.state is SlotState.READY}
         for item in message.items:
             assert list(item.rows) == self.world.plan.rows(BatchId.unpack(item.batch)).tolist()
-            if self.writing is None or self.writing.batch != item.batch:
+            if item.batch not in committed and (self.writing is None or self.writing.batch != item.batch):
                 self.queue.add(item.batch)
 
     def want(self) -> None:

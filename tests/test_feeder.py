@@ -326,6 +326,16 @@ def test_hostile_bytes_are_counted_logged_at_a_bounded_rate_and_dropped(stage: S
     feeder.check()
 
 
+def test_workers_are_sent_home_when_the_run_ends_early(stage: Stage) -> None:
+    feeder = stage.feeder()
+    rings = [stage.ring("w0"), stage.ring("w1")]
+    early = stage.worker(rings[0])
+    early.hear(wire.Work)
+    feeder.finish()
+    assert early.hear(wire.StopWorker) == wire.StopWorker(rings[0].incarnation, "finished")
+    assert stage.worker(rings[1]).hear(wire.StopWorker) == wire.StopWorker(rings[1].incarnation, "finished")
+
+
 def test_messages_of_strangers_change_nothing(stage: Stage) -> None:
     feeder = stage.feeder()
     ring = stage.ring()

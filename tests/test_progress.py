@@ -75,7 +75,7 @@ def test_the_screen(run: RunFile, console: Console) -> None:
         "step 40 of 1,056",
         "ETA 2.0h",
         "loss 2.500   acc 0.25   tau 1.50   lr 6.0e-04   epoch 0.25 of 6",
-        "target 1.25 batches/s   drafter 1.00 batches/s, 1.5 Ktok/s   ranks compute 60%, wait for data 30%",
+        "target 1.25 batches/s   drafter 1.00 batches/s   context 1,500 tokens/s   ranks compute 60%",
         "■■□ 2",
         "packing",
         "restarts in 4s",

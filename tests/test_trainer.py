@@ -70,9 +70,10 @@ class Job:
     def kill_all(self) -> None:
         """What is still running of this run is killed; rings stay as they are."""
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
         self.processes.clear()
 
     def newest(self) -> Path:
@@ -317,14 +318,28 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_rank_killed_at_a_named_point(job: Job, fault: str, undisturbed: dict[str, float]):
-    trainer = job.trainer(fault=fault)
+    trainer = job.trainer(fault=fault, learner={"seconds": 0.05})
     worker = job.worker(0)
     output = ended(trainer, 1)
     assert "rank 0 was killed by SIGKILL" in output
     assert worker.poll() is None, "workers go on"
     finish(job, undisturbed)
+
+
+def test_killed_before_the_last_checkpoint_is_safe(job: Job, undisturbed: dict[str, float]):
+    """The last step is done, but on no disk: workers must still be there when the trainer comes back."""
+    job.settings["checkpoint"]["every_steps"] = None
+    trainer = job.trainer(fault="checkpoint.before-rename")
+    worker = job.worker(0)
+    ended(trainer, 1)
+    assert worker.poll() is None
+    ended(job.trainer(), 0)
+    ended(worker, 0)
+    assert job.audit().finished
+    assert job.weight() == expected_weight(job, undisturbed)
 
 
 def test_trainer_killed(job: Job, undisturbed: dict[str, float]):
@@ -365,14 +380,15 @@ def test_one_of_two_ranks_killed(job: Job):
     assert job.audit().finished
 
 
+@pytest.mark.slow
 def test_hanging_rank_ends_the_trainer(job: Job):
-    job.settings["trainer"]["hang_seconds"] = 3
+    job.settings["trainer"]["hang_seconds"] = 5
     trainer = job.trainer(learner={"seconds": 0.05})
     job.worker(0)
     wait_for(step_reached(job, 2), trainer)
     os.kill(job.rank_pids()[0], signal.SIGSTOP)
     output = ended(trainer, 1)
-    assert "no progress for 3 s (trainer.hang_seconds): rank 0" in output
+    assert "no progress for 5 s (trainer.hang_seconds): rank 0" in output
 
 
 def test_dying_rank_shows_its_last_lines(job: Job):
@@ -447,7 +463,8 @@ def test_waits_for_a_rank_of_a_dead_trainer(job: Job):
     from paceline.common.locks import FileLock
 
     folder = paths.run_dir("toy")
-    with FileLock(folder / "rank-0.lock", "rank 0 of run toy"):
+    with FileLock(folder / "rank-0.lock", "rank 0 of run toy") as lock:
+        assert lock.acquire()
         trainer = job.trainer()
         assert trainer.stdout is not None
         assert (
