@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
+from transformers import AutoTokenizer, PreTrainedModel
 
+from ..common import __version__
 from ..common.errors import ConfigError, UsageError
+from ..common.target import load_causal_lm
+from ..common.target_info import TargetInfo, target_info
 from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, replay, speculate
+from .drafter import DrafterConfig
+from .export import drafter_target, load_drafter
 
 NEAR_TIE_ULPS = 8
 """A differing token is a near-tie if its logit is within so many units in the last place (of the model's dtype, at the
@@ -186,6 +192,61 @@ def near_tie(gap: float, top: float, dtype: torch.dtype) -> bool:
     return gap <= NEAR_TIE_ULPS * unit
 
 
+def evaluate(
+    drafter: Path,
+    prompts: Path,
+    *,
+    target: str | None = None,
+    max_new_tokens: int = 128,
+    sampling: Sampling = GREEDY,
+    block_size: int | None = None,
+    dtype: str = "bfloat16",
+    device: str | None = None,
+    limit: int | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> EvalReport:
+    """Loads both models and evaluates the drafter on the first `limit` prompts of a JSONL file (`read_prompts`).
+
+    drafter: a checkpoint or an exported folder. target: folder, GGUF file or hub id; default: the one that the drafter
+    was trained for. device: default cuda if there is one. progress(done, all) after each prompt.
+    """
+    target = target or drafter_target(drafter)
+    if target is None:
+        raise UsageError(f"{drafter} does not say which target it is for: give --target")
+    messages = read_prompts(prompts, limit)
+    info = target_info(target)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_causal_lm(info.path, dtype, device, trust_remote_code)
+    loaded = load_drafter(drafter, dtype=model.dtype, device=device)
+    check_fits(loaded.config, info)
+    tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
+    return evaluate_models(
+        loaded,
+        model,
+        prompt_ids(tokenizer, messages),
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_tokens(model, tokenizer),
+        sampling=sampling,
+        block_size=block_size,
+        names=(str(drafter), target),
+        decode=lambda ids: str(tokenizer.decode(ids)),
+        progress=(lambda done: progress(done, len(messages))) if progress else None,
+    )
+
+
+def check_fits(config: DrafterConfig, info: TargetInfo) -> None:
+    """ConfigError where the drafter was made for a target of another shape."""
+    pairs = {
+        "layers": (config.num_target_layers, info.num_layers),
+        "hidden size": (config.hidden_size, info.hidden_size),
+        "vocabulary rows": (config.vocab_size, info.vocab_size),
+    }
+    wrong = [f"{name} {ours} against {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    if wrong:
+        raise ConfigError(f"the drafter does not fit the target {info.path}: {'; '.join(wrong)}")
+
+
 def evaluate_models(
     drafter: DraftModel,
     model: PreTrainedModel,
@@ -287,10 +348,6 @@ class _Tally:
 
 
 def _versions() -> dict[str, str]:
-    import transformers
-
-    from ..common import __version__
-
     return {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 

@@ -1,0 +1,176 @@
+"""`evaluate`: what it counts, and that it sees an output that is not the target's."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from paceline.common.errors import ConfigError, UsageError
+from paceline.common.target import load_causal_lm
+from paceline.common.target_info import target_info
+from paceline.consumer import evaluate as module
+from paceline.consumer.decode import Generation, Replay, Sampling, Step
+from paceline.consumer.drafter import DrafterConfig, init_drafter
+from paceline.consumer.evaluate import evaluate, evaluate_models, near_tie, prompt_ids, read_prompts
+from paceline.consumer.export import write_zlab
+from paceline.consumer.plots import draw_evaluation, draw_timeline, draw_training
+from transformers import AutoTokenizer
+
+PROMPTS = [[1, 40, 90, 200, 7], [1, 300, 2, 17, 90, 411, 8]]
+
+
+@pytest.fixture(scope="module")
+def drafter_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    info = target_info(str(tiny_target_dir))
+    config = DrafterConfig(
+        block_size=4,
+        mask_token_id=3,
+        target_layer_ids=(1, 2),
+        num_target_layers=info.num_layers,
+        hidden_size=info.hidden_size,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=info.num_heads,
+        num_key_value_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        vocab_size=info.vocab_size,
+        rope_theta=info.rope_theta,
+        dtype="float32",
+    )
+    folder = tmp_path_factory.mktemp("drafter") / "export"
+    write_zlab(folder, config, dict(init_drafter(config, seed=0).state_dict()), {"target": str(tiny_target_dir)})
+    return folder
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "The river carries the letter."}, {"messages": [{"role": "user", "content": "The market."}]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_float32_output_is_the_targets(drafter_dir: Path, prompts_file: Path) -> None:
+    report = evaluate(drafter_dir, prompts_file, dtype="float32", device="cpu", max_new_tokens=24)
+    assert report.differences == [] and report.lossless
+    assert report.new_tokens == sum(request.new_tokens for request in report.requests) and len(report.requests) == 2
+    assert 1 <= report.pooled <= 4 and 1 <= report.mean_of_requests <= 4
+    assert report.drafted[0] >= report.accepted[0] >= report.accepted[2]
+    assert report.block_size == 4 and len(report.per_position) == len(report.conditional) == 3
+    assert report.speedup > 0
+
+
+def test_report_is_written(drafter_dir: Path, prompts_file: Path, tmp_path: Path) -> None:
+    report = evaluate(drafter_dir, prompts_file, dtype="float32", device="cpu", max_new_tokens=8, limit=1)
+    report.write(tmp_path / "eval.json")
+    values = json.loads((tmp_path / "eval.json").read_text())
+    assert values["acceptance_length"]["pooled"] == report.pooled
+    assert values["acceptance_length"]["counts"] == "bonus token included"
+    assert values["requests"][0]["text"] == report.requests[0].text
+    assert "bonus token counted" in report.lines()[0]
+    draw_evaluation({"this": report, "again": report}, tmp_path / "eval.png")
+    assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sampled_evaluation_compares_no_tokens(drafter_dir: Path, prompts_file: Path) -> None:
+    sampling = Sampling(temperature=0.8, proposals="sampled", seed=1)
+    report = evaluate(
+        drafter_dir, prompts_file, dtype="float32", device="cpu", max_new_tokens=8, sampling=sampling, block_size=2
+    )
+    assert report.differences is None and report.lossless and report.block_size == 2
+    assert report.to_json()["lossless"] is None
+
+
+def test_counts_by_hand(monkeypatch: pytest.MonkeyPatch, drafter_dir: Path, tiny_target_dir: Path) -> None:
+    """Two requests: 4 + 1 + 2 tokens in three verifications, then 3 in one; one foreign token."""
+    made = iter(
+        [
+            Generation([0], []),  # the warm-up
+            Generation([5, 6, 7, 8, 9, 10, 11, 12], [Step(3, 3, 4), Step(3, 0, 1), Step(2, 1, 2)], 0.1, 2.0),
+            Generation([5, 6, 7, 8], [Step(3, 2, 3)], 0.1, 1.0),
+        ]
+    )
+    monkeypatch.setattr(module, "speculate", lambda *_args, **_kw: next(made))
+    own = {8: [5, 6, 7, 8, 9, 10, 99, 12], 4: [5, 6, 7, 8], 1: [0]}
+    monkeypatch.setattr(
+        module,
+        "replay",
+        lambda _model, _prompt, tokens: Replay(
+            own[len(tokens)], [0.5] * len(tokens), [1.0] * len(tokens), [20.0] * len(tokens), len(tokens) / 2
+        ),
+    )
+    model = load_causal_lm(str(tiny_target_dir), "float32", "cpu")
+    drafter = module.load_drafter(drafter_dir, dtype=torch.float32)
+    report = evaluate_models(drafter, model, PROMPTS)
+    assert report.pooled == pytest.approx(10 / 4)
+    assert report.mean_of_requests == pytest.approx((7 / 3 + 3) / 2)
+    assert report.drafted == [4, 4, 3] and report.accepted == [3, 2, 1]
+    assert report.reached == [4, 3, 2] and report.conditional == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+    assert report.speculative_tokens_per_s == pytest.approx(10 / 3)
+    assert report.speedup == pytest.approx((10 / 3) / (10 / 6))
+    assert report.differences is not None
+    assert [(d.prompt, d.position, d.token, d.own) for d in report.differences] == [(0, 6, 11, 99)]
+    assert not report.lossless and "NOT near-ties" in report.lines()[-1]
+
+
+def test_near_ties_follow_the_dtype() -> None:
+    assert near_tie(0.125, 20.0, torch.bfloat16)
+    assert not near_tie(3.0, 20.0, torch.bfloat16)
+    assert not near_tie(0.25, 20.0, torch.float16)
+    assert not near_tie(1e-6, 20.0, torch.float32)
+
+
+def test_bfloat16_differences_are_near_ties(drafter_dir: Path, prompts_file: Path) -> None:
+    report = evaluate(drafter_dir, prompts_file, dtype="bfloat16", device="cpu", max_new_tokens=24)
+    assert report.lossless and report.dtype == "bfloat16"
+
+
+def test_prompts(prompts_file: Path, tiny_tokenizer_dir: Path) -> None:
+    prompts = read_prompts(prompts_file)
+    assert prompts[0] == [{"role": "user", "content": "The river carries the letter."}]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    text = tokenizer.decode(prompt_ids(tokenizer, prompts)[1])
+    assert text.endswith("user\nThe market.<|im_end|>\n<|im_start|>assistant\n")
+    tokenizer.chat_template = None
+    assert tokenizer.decode(prompt_ids(tokenizer, prompts)[1]) == "The market."
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"messages": []}', '{"messages": [1]}'])
+def test_bad_prompts_name_the_line(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
+        read_prompts(path)
+
+
+def test_an_answer_is_not_part_of_the_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path.write_text(json.dumps({"messages": messages}))
+    assert read_prompts(path) == [messages[:1]]
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="no prompts"):
+        read_prompts(path)
+
+
+def test_a_drafter_of_another_target_is_refused(
+    drafter_dir: Path, prompts_file: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target_dir, other)
+    config = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="layers 4 against 3"):
+        evaluate(drafter_dir, prompts_file, target=str(other), dtype="float32", device="cpu")
+    with pytest.raises(UsageError, match="block size"):
+        evaluate(drafter_dir, prompts_file, dtype="float32", device="cpu", block_size=1)
+
+
+def test_pictures_of_a_run(tmp_path: Path) -> None:
+    steps = [{"step": i, "loss": 9 - i / 10, "tau": 1 + i / 50} for i in range(30)]
+    draw_training(steps, [{"step": 29, "tau": 1.5, "tau_chain": 1.4}], tmp_path / "deep" / "training.png")
+    samples = [{"t": float(i), "trainer": 400.0, "workers": {"w0": 200.0, "w1": 0.0}, "ready": i % 3} for i in range(9)]
+    draw_timeline(samples, [(4.0, "w1 killed"), (6.0, "w1 back")], tmp_path / "timeline.png")
+    for path in (tmp_path / "deep" / "training.png", tmp_path / "timeline.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
