@@ -5,7 +5,8 @@
 One process copies records into slots; the other reads two bytes of each in place (touch), or copies it out (copy), or
 checks its checksum, which the producer then also computes (sum). memcpy is one process copying between warm anonymous
 buffers. All take turns, round by round, and each is judged by its best round: on a busy machine noise only slows.
-Latency is one small record's whole way: claim, commit, announcement over ZeroMQ, take and release, acknowledgement.
+Latency is one small record's whole way: claim, commit, announcement over ZeroMQ, take and release, acknowledgement;
+beside it stands a bare ZeroMQ round trip of the same messages.
 
 `--check` exits 1 unless touch >= 0.8 x memcpy, copy >= 0.5 x memcpy and the median latency is under 300 us.
 """
@@ -63,7 +64,9 @@ def consume(folder: Path, record_bytes: int) -> None:
         message = msgpack.unpackb(data)
         if message["t"] == "stop":
             return
-        if message["t"] == "iceoryx":
+        if message["t"] == "echo":
+            pass
+        elif message["t"] == "iceoryx":
             for _ in range(message["count"]):
                 _read_iceoryx(subscriber, message["mode"], out)
         else:
@@ -150,20 +153,24 @@ class Producer:
             sample.assume_init().send()
         self.socket.recv()
 
-    def latencies_us(self, count: int) -> list[float]:
-        """One small record at a time, from claim to acknowledgement."""
+    def latencies_us(self, count: int) -> list[tuple[float, float]]:
+        """(a small record from claim to acknowledgement, a bare round trip), one after the other."""
+        echo = pack("echo", ring="w1", mode="touch", slot=0, seq=1 << 50, batch=0)
         found = []
         for _ in range(count):
             start = time.perf_counter()
             self.move(self.small, "touch", 1)
-            found.append((time.perf_counter() - start) * 1e6)
+            moved = time.perf_counter()
+            self.socket.send(echo)
+            self.socket.recv()
+            found.append(((moved - start) * 1e6, (time.perf_counter() - moved) * 1e6))
         return found
 
     def stop(self) -> None:
         self.socket.send(pack("stop"))
 
 
-def measure(record_bytes: int, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+def measure(record_bytes: int, rounds: int) -> tuple[dict[str, list[float]], list[tuple[float, float]]]:
     """GB/s of each round by name, and latencies in microseconds."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-benchmark-", dir="/dev/shm"))
     producer = Producer(folder, record_bytes)
@@ -185,7 +192,7 @@ def measure(record_bytes: int, rounds: int) -> tuple[dict[str, list[float]], lis
                 way(count)
                 speeds[name].append(count * record_bytes / (time.perf_counter() - start) / 1e9)
         producer.latencies_us(200)
-        latencies = producer.latencies_us(4000)
+        latencies = producer.latencies_us(3000)
         producer.stop()
         consumer.join(10)
     finally:
@@ -194,7 +201,7 @@ def measure(record_bytes: int, rounds: int) -> tuple[dict[str, list[float]], lis
     return speeds, latencies
 
 
-def report(record_bytes: int, speeds: dict[str, list[float]], latencies: list[float]) -> list[str]:
+def report(record_bytes: int, speeds: dict[str, list[float]], latencies: list[tuple[float, float]]) -> list[str]:
     """Prints the table and returns the bounds that were missed."""
     best = {name: max(values) for name, values in speeds.items()}
     table = Table("", "best GB/s", "median GB/s", "best / memcpy", title=f"records of {record_bytes >> 20} MiB")
@@ -203,9 +210,9 @@ def report(record_bytes: int, speeds: dict[str, list[float]], latencies: list[fl
         table.add_row(name, f"{best[name]:.1f}", f"{median(values):.1f}", f"{ratio:.2f}")
     console = Console()
     console.print(table)
-    ordered = sorted(latencies)
-    p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-    console.print(f"announce + ack: p50 {p50:.0f} us, p99 {p99:.0f} us")
+    p50, p99 = np.percentile([record for record, _ in latencies], (50, 99))
+    bare50, bare99 = np.percentile([bare for _, bare in latencies], (50, 99))
+    console.print(f"announce + ack: p50 {p50:.0f} us, p99 {p99:.0f} us (ZeroMQ alone {bare50:.0f}, {bare99:.0f})")
     bounds = {
         f"touch >= {TOUCH_FLOOR} x memcpy": best["ring touch"] >= TOUCH_FLOOR * best["memcpy"],
         f"copy >= {COPY_FLOOR} x memcpy": best["ring copy"] >= COPY_FLOOR * best["memcpy"],

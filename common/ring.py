@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import faults
 from . import ring_layout as layout
@@ -133,19 +134,38 @@ class _Mapping:
 
     def slots(self) -> tuple[list[SlotView], int]:
         """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
-        if self.view[: layout.STATIC_BYTES] != self.static:
-            raise RingInvalid(f"{self.path}: header changed")
+        self.check_static()
         counted = int(self.words[layout.PRODUCED])
         words, views = layout.read_table(
             self.table.tolist, lambda: int(self.words[layout.LAST_SEQ]), self.header.slot_bytes, self.path
         )
         return views, layout.produced(words, counted)
 
+    def slot(self, index: int) -> SlotView:
+        """One slot, which must be there. Raises RingInvalid if it was damaged."""
+        self.check_static()
+        read_words = self.line(index).tolist
+
+        def once() -> SlotView:
+            words = layout.at_rest(read_words, self.path)
+            last_seq = int(self.words[layout.LAST_SEQ])
+            return layout.decode_slot(index, words, last_seq, self.header.slot_bytes, self.path)
+
+        return layout.settled(once)
+
+    def check_static(self) -> None:
+        if bytes(self.view[: layout.STATIC_BYTES]) != self.static:
+            raise RingInvalid(f"{self.path}: header changed")
+
+    def line(self, index: int) -> NDArray[np.uint64]:
+        """The words of one slot."""
+        return self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
+
     def holds(self, index: int, seq: int) -> bool:
         """True if slot `index` is READY with `seq`, its words read twice."""
         if not 0 <= index < self.header.slots:
             return False
-        line = self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
+        line = self.line(index)
         first, second = line.tolist(), line.tolist()
         return all(
             words[layout.SEQ] == words[layout.COMMIT] == seq and seq > words[layout.DONE] for words in (first, second)
@@ -356,7 +376,7 @@ class RingReader:
         """One slot, its words read twice. Raises RingInvalid, also for a slot that is not there."""
         if not 0 <= index < self.slots:
             raise RingInvalid(f"{self.path}: no slot {index}")
-        return self._mapping.slots()[0][index]
+        return self._mapping.slot(index)
 
     def holds(self, slot: int, seq: int) -> bool:
         """True while slot `slot` is READY with `seq`: check before a record is copied, and after."""

@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .errors import PacelineError
 from .fingerprint import MAX_JSON_BYTES, Fingerprint
+
+Result = TypeVar("Result")
 
 PAGE = 4096
 MAGIC = int.from_bytes(b"PACERING", "little")
@@ -43,6 +45,7 @@ RETIRED = 80  # the incarnation that has been retired, so a later owner of the r
 # Word indices into a slot's 16: the producer's line, then the consumer's.
 SEQ, COMMIT, BATCH, LENGTH, CHECKSUM, COMMITTED_AT, ORDINAL, CHECK = range(8)
 DONE, TAKEN_SEQ, TAKEN_BY = range(8, 11)
+USED_WORDS = 11
 
 # magic, version, file bytes, ring id, fingerprint digest, slots, slot bytes, table offset, slots offset, JSON bytes,
 # boot id, worker. The CRC over it and the JSON follows, then nothing up to the owner's words.
@@ -67,6 +70,9 @@ class SlotState(Enum):
     FREE = "free"
     WRITING = "writing"
     READY = "ready"
+
+
+_FREE, _WRITING, _READY = SlotState.FREE, SlotState.WRITING, SlotState.READY
 
 
 class SlotView(NamedTuple):
@@ -256,24 +262,27 @@ def read_ring(fd: int, path: Path) -> RingRead:
 def read_table(
     read_words: Callable[[], list[int]], read_last_seq: Callable[[], int], slot_bytes: int, path: Path
 ) -> tuple[list[int], list[SlotView]]:
-    """The table's words at one moment and what they say. Raises RingInvalid if they are damaged.
-
-    Words that a processor with weak ordering shows too early get their chance to settle before they are called damaged.
-    """
+    """The table's words at one moment and what they say. Raises RingInvalid if they are damaged."""
 
     def once() -> tuple[list[int], list[SlotView]]:
-        words = _at_rest(read_words, path)
+        words = at_rest(read_words, path)
         return words, decode_slots(words, read_last_seq(), slot_bytes, path)
 
+    return settled(once)
+
+
+def settled(read: Callable[[], Result]) -> Result:
+    """`read()`, again if it raises RingInvalid: words that a processor with weak ordering shows too early get their
+    chance to settle before they are called damaged."""
     for _ in range(_RETRIES):
         try:
-            return once()
+            return read()
         except RingInvalid:
             time.sleep(0.001)
-    return once()
+    return read()
 
 
-def _at_rest(read_words: Callable[[], list[int]], path: Path) -> list[int]:
+def at_rest(read_words: Callable[[], list[int]], path: Path) -> list[int]:
     """The words that were read twice in a row: no writer was half-way, as no slot takes up a number again."""
     words = read_words()
     for _ in range(_READS):
@@ -291,32 +300,31 @@ def line_check(seq: int, batch: int, length: int, checksum: int, committed_at: i
 
 def decode_slots(words: Sequence[int], last_seq: int, slot_bytes: int, path: Path) -> list[SlotView]:
     """The slots of a table at rest; `last_seq` was read after it. Raises RingInvalid."""
-    views = [
-        _decode_slot(index, words[index * SLOT_WORDS : (index + 1) * SLOT_WORDS], last_seq, slot_bytes, path)
-        for index in range(len(words) // SLOT_WORDS)
-    ]
+    lines = [words[start : start + SLOT_WORDS] for start in range(0, len(words), SLOT_WORDS)]
+    views = [decode_slot(index, line, last_seq, slot_bytes, path) for index, line in enumerate(lines)]
     used = [view.seq for view in views if view.seq]
     if len(set(used)) != len(used):
         raise RingInvalid(f"{path}: two slots with one sequence number")
     return views
 
 
-def _decode_slot(index: int, words: Sequence[int], last_seq: int, slot_bytes: int, path: Path) -> SlotView:
-    seq, commit, batch, length, checksum, committed_at, ordinal, check = words[:8]
-    done, taken_seq, taken_by = words[DONE], words[TAKEN_SEQ], words[TAKEN_BY]
+def decode_slot(index: int, line: Sequence[int], last_seq: int, slot_bytes: int, path: Path) -> SlotView:
+    """One slot from its words at rest; `last_seq` was read after them. Raises RingInvalid."""
+    seq, commit, batch, length, checksum, committed_at, ordinal, check, done, taken_seq, taken_by = line[:USED_WORDS]
     if not done <= commit <= seq <= last_seq < WORD_LIMIT or taken_seq > commit:
         raise RingInvalid(f"{path}: slot {index}: sequence words {done}, {commit}, {seq}, {last_seq}, {taken_seq}")
+    taken = 0
     if commit != seq:
-        state = SlotState.WRITING
+        state = _WRITING
     elif done == seq:
-        state = SlotState.FREE
+        state = _FREE
     else:
-        state = SlotState.READY
+        state = _READY
+        taken = taken_by if taken_seq == seq else 0
         if check != line_check(seq, batch, length, checksum, committed_at, ordinal):
             raise RingInvalid(f"{path}: slot {index}: damaged words")
         if not 0 < length <= slot_bytes or batch >= WORD_LIMIT:
             raise RingInvalid(f"{path}: slot {index}: batch {batch:#x} of {length} bytes")
-    taken = taken_by if state is SlotState.READY and taken_seq == seq else 0
     return SlotView(index, seq, commit, taken, done, batch, length, checksum, committed_at, state)
 
 
