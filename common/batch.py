@@ -21,7 +21,7 @@ MAX_INDEX = 2**32 - 1
 class BatchId(NamedTuple):
     kind: Kind
     number: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple's own is never called
 
     def pack(self) -> int:
         """The id as a word: kind in bit 62, number in bits 32 to 61, index in bits 0 to 31."""

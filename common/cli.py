@@ -4,10 +4,12 @@ Errors of the classes in `errors` end a command with one line on stderr and thei
 of paceline and shows its traceback. PACELINE_DEBUG=1 shows every traceback.
 """
 
+import contextlib
 import json
 import os
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from . import __version__
 from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
+    from ..producer.prepare import PrepareReport
     from .runfile import RunFile
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -58,6 +61,13 @@ def _load(run_path: Path, overrides: tuple[str, ...]) -> "RunFile":
     return load(run_path, overrides)
 
 
+def _log_to_stderr() -> None:
+    """What a process of a run logs, a line each without stamps: the journal and `up` add their own."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+
 def _run_reference(text: str | None) -> tuple[str | None, Path]:
     """The name and the ring folder's parent of a run given by name or by run file, without validating the file."""
     from .paths import DEFAULT_RING_DIR
@@ -79,20 +89,22 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
 @cli.command()
 @click.argument("path", metavar="[RUN.toml]", type=click.Path(path_type=Path), default=Path("run.toml"))
 @click.option("--target", required=True, help="Local folder, GGUF file or hub id of a causal language model.")
-@click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use; 0 is a CPU run. Default: what this machine has.")
+@click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use, 0 for CPU. Default: all of this machine.")
 @click.option("--split", metavar="N-M", help="N workers and M trainer ranks. Default: 3-1 on 4 GPUs, 5-3 on 8.")
-@click.option("--data", metavar="FILE", help="Chat file to train on (.jsonl, .jsonl.gz, .parquet).")
+@click.option(
+    "--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (.jsonl, .jsonl.gz, .parquet)."
+)
 @click.option("--name", help="The run's name. Default: from the target.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(
-    path: Path, target: str, gpus: int | None, split: str | None, data: str | None, name: str | None, force: bool
+    path: Path, target: str, gpus: int | None, split: str | None, data: str, name: str | None, force: bool
 ) -> None:
     """Write a commented run file for a target and a number of GPUs."""
     from .devices import gpu_count
     from .init import run_text, suggest_mask_token, write_run_file
 
     gpus = gpu_count() if gpus is None else gpus
-    text = run_text(target, gpus, name=name, split=split, data=data, file=str(path))
+    text = run_text(target, gpus, name=name, split=split, data=data, file=path)
     write_run_file(path, text, force)
     click.echo(f"wrote {path}")
     if suggest_mask_token(target) is None:
@@ -104,65 +116,82 @@ def init(
 @cli.command()
 @click.argument("data", nargs=-1, required=True, metavar="DATA...", type=click.Path(path_type=Path))
 @click.option("--target", help="Model whose tokenizer and chat template are used.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: the cache.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: in the cache.")
 @click.option(
-    "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row in tokens."
+    "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row, in tokens."
 )
-@click.option("--supervise", type=click.Choice(["all", "last"]), default="all", show_default=True,
-              help="Which assistant turns are supervised.")  # fmt: skip
+@click.option(
+    "--supervise", type=click.Choice(["all", "last"]), default="all", show_default=True, help="Which answers."
+)
+@click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
+@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
 @_set_option
-def prepare(
-    data: tuple[Path, ...],
-    target: str | None,
-    out: Path | None,
-    max_length: int,
-    supervise: str,
-    overrides: tuple[str, ...],
-) -> None:
-    """Turn chat files (JSONL, Parquet) into token rows with loss masks.
+def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], **options: Any) -> None:
+    """Turn chat files into token rows with loss masks.
 
-    DATA are chat files, or one run file, whose data are prepared as its settings say.
+    DATA are chat files (.jsonl, .jsonl.gz, .parquet). Or it is one run file: then its data are prepared as its settings
+    say and its target is fetched or converted, and nothing else; `paceline up` begins with this.
     """
-    from ..producer.prepare import prepare as prepare_rows
-    from .paths import cache_dir
+    first = next(iter(data))
+    if first.suffix == ".toml":
+        given = click.get_current_context().get_parameter_source
+        if len(data) > 1 or any(given(name) is click.core.ParameterSource.COMMANDLINE for name in options):
+            raise UsageError("a run file has its own settings: give it alone, and change them with --set")
+        _prepare_run(_load(first, overrides))
+    elif overrides:
+        raise UsageError("--set changes a run file, and none is given")
+    elif not options["target"]:
+        raise UsageError("--target is missing: the model whose tokenizer and chat template are used")
+    else:
+        _prepare_files(data, **options)
 
-    if len(data) == 1 and data[0].suffix == ".toml":
-        if target or out:
-            raise UsageError("--target and --out come from the run file; use --set target.path=... there")
-        _prepare_run(_load(data[0], overrides))
-        return
-    if not target:
-        raise UsageError("prepare needs --target: the model whose tokenizer and chat template are used")
-    if overrides:
-        raise UsageError("--set is for a run file")
-    report = prepare_rows(
-        list(data), target=target, max_length=max_length, supervise=supervise, out=out, cache=cache_dir()
-    )
+
+def _prepare_files(data: tuple[Path, ...], thinking: bool | None, **options: Any) -> None:
+    from ..producer.prepare import prepare as prepare_rows
+
+    template = {} if thinking is None else {"enable_thinking": thinking}
+    with _counter("conversations") as progress:
+        report = prepare_rows(data, template_kwargs=template, progress=progress, **options)
     _show_prepared(report)
 
 
 def _prepare_run(run: "RunFile") -> None:
-    from ..producer.prepare import prepare as prepare_rows
+    """What trainer and workers would each do first, done once: rows, target, and the checks that need no weights."""
+    from ..producer.prepare import prepare_run
     from .dataset import prepared_rows
-    from .paths import cache_dir
+    from .plan import plan_from
+    from .target_info import resolve_layer_ids, target_info
 
     if run.data.files:
-        report = prepare_rows(
-            [Path(file) for file in run.data.files],
-            target=run.target.path,
-            max_length=run.data.max_length,
-            supervise=run.data.supervise,
-            out=None,
-            cache=cache_dir(),
-        )
+        with _counter("conversations") as progress:
+            report = prepare_run(run, progress)
         _show_prepared(report)
-    prepared_rows(run)
+    rows = prepared_rows(run)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    layers = resolve_layer_ids(run, info)
+    plan = plan_from(run, rows)
+    click.echo(
+        f"target {info.model_type}, {info.num_layers} layers of {info.hidden_size}; records layers {layers}\n"
+        f"{plan.batches(0):,} batches in the first epoch, {plan.total_steps:,} steps in all"
+    )
 
 
-def _show_prepared(report: Any) -> None:
-    click.echo(f"{report.kept:,} rows in {report.folder}")
+@contextlib.contextmanager
+def _counter(what: str) -> Iterator[Callable[[int], None] | None]:
+    """Counts on one line of a terminal; says nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    yield lambda done: click.echo(f"\r{done:,} {what}", nl=False, err=True)
+    click.echo("\r\033[K", nl=False, err=True)
+
+
+def _show_prepared(report: "PrepareReport") -> None:
+    found = " (prepared before)" if report.cached else ""
+    click.echo(f"{report.kept:,} rows of {report.conversations:,} conversations in {report.folder}{found}")
+    click.echo(f"{report.tokens:,} tokens, {report.supervised:,} supervised; {report.cut:,} rows cut")
     for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
-        click.echo(f"  {count:,} dropped: {reason}")
+        click.echo(f"{count:,} dropped: {reason}")
     for example in report.examples:
         click.echo(f"    {example}")
 
@@ -176,7 +205,7 @@ def _show_prepared(report: Any) -> None:
 @_resume_option
 @click.option("--plain", is_flag=True, help="Plain lines even on a terminal.")
 def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bool) -> int:
-    """Run trainer and workers here under one supervisor, until done or Ctrl-C."""
+    """Run trainer and workers here, until done or Ctrl-C."""
     from .up import up as run_up
 
     return run_up(run_path, overrides, resume=resume, plain=plain)
@@ -187,8 +216,9 @@ def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bo
 @click.option("--worker", type=click.IntRange(min=0), default=0, show_default=True, help="Which worker this is.")
 @_set_option
 def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
-    """Run one target worker in the foreground (what the unit runs)."""
+    """Run one target worker in the foreground."""
     run = _load(run_path, overrides)
+    _log_to_stderr()
     from ..producer.worker import main as worker_main
 
     return worker_main(run, worker)
@@ -199,8 +229,9 @@ def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
 @_set_option
 @_resume_option
 def consumer(run_path: Path, overrides: tuple[str, ...], resume: str | None) -> int:
-    """Run the trainer and its ranks in the foreground (what the unit runs)."""
+    """Run the trainer and its ranks in the foreground."""
     run = _load(run_path, overrides)
+    _log_to_stderr()
     from ..consumer.trainer import main as trainer_main
 
     return trainer_main(run, resume)
@@ -214,23 +245,66 @@ def consumer(run_path: Path, overrides: tuple[str, ...], resume: str | None) -> 
 @click.option("--watch", is_flag=True, help="Keep showing them, until Ctrl-C.")
 @_json_option
 def rings(run: str | None, watch: bool, as_json: bool) -> None:
-    """Show the rings: states of their slots, bytes, rates, oldest READY record, whether the owner lives.
+    """Show the rings: slots by state, rates, owners.
 
     RUN is a run's name or its file. Reads headers only and changes nothing.
     """
-    from .inspect import show_rings
-
     if watch and as_json:
         raise UsageError("--watch and --json do not go together")
     name, folder = _run_reference(run)
-    show_rings(folder, name, watch=watch, as_json=as_json)
+    names = [name] if name is not None else _runs_with_rings(folder)
+    if as_json:
+        _rings_json(names, folder)
+    else:
+        _rings_table(names, folder, watch)
+
+
+def _runs_with_rings(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _rings_json(names: list[str], folder: Path) -> None:
+    from .inspect import read_rings, rings_json
+
+    if len(names) != 1:
+        raise UsageError(_which_run(names, folder))
+    click.echo(json.dumps(rings_json(names[0], read_rings(folder / names[0]))))
+
+
+def _rings_table(names: list[str], folder: Path, watch: bool) -> None:
+    from rich.console import Console
+
+    from . import inspect
+
+    console = Console()
+    if watch:
+        if len(names) != 1:
+            raise UsageError(_which_run(names, folder))
+        inspect.watch(names[0], folder / names[0], console)
+        return
+    shown = [(name, found) for name in names if (found := inspect.read_rings(folder / name))]
+    if not shown:
+        raise PacelineError(f"no rings in {folder / names[0] if len(names) == 1 else folder}")
+    for name, found in shown:
+        console.print(inspect.table(name, found, width=console.width, ascii_only=not _unicode(console.encoding)))
+
+
+def _unicode(encoding: str) -> bool:
+    return encoding.lower().replace("-", "").startswith("utf")
+
+
+def _which_run(names: list[str], folder: Path) -> str:
+    return f"several runs have rings, name one: {', '.join(names)}" if names else f"no rings in {folder}, name a run"
 
 
 @cli.command()
 @_named_run_argument
 @_json_option
 def status(run: str | None, as_json: bool) -> None:
-    """Show topology, loss, rates, ETA and which side waits for which.
+    """Show progress, rates and which side waits for which.
 
     RUN is a run's name or its file. Default: every run of this machine that can be read.
     """
@@ -251,7 +325,10 @@ def status(run: str | None, as_json: bool) -> None:
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @_json_option
 def audit(checkpoint: Path, as_json: bool) -> int:
-    """Prove from a checkpoint that every batch is trained once, listed, or still to come."""
+    """Prove that no batch is lost or trained twice.
+
+    Each batch of the plan up to where CHECKPOINT stands is trained once, or listed with its reason and rows.
+    """
     from ..consumer.audit import audit as audit_checkpoint
 
     report = audit_checkpoint(checkpoint)
@@ -263,7 +340,9 @@ def audit(checkpoint: Path, as_json: bool) -> int:
 @_named_run_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def clean(run: str | None, dry_run: bool) -> None:
-    """Remove stale rings: those whose owner is dead and whose run has no trainer.
+    """Remove rings that nobody works on.
+
+    Kept are rings whose owner lives, and all of a run whose trainer does.
 
     What is in them is not lost: the batches are made again when the run goes on.
     """

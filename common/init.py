@@ -4,12 +4,13 @@ The file holds what a person is likely to change; everything else has a default 
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .runfile import load
+from .runfile import parse, toml_value
 
 # Rows of the target's embedding that released DFlash drafters (Qwen3) or trials (SmolLM2) mask with.
 _KNOWN_MASKS = ((r"qwen3(?!\.5)", 151669), (r"smollm2", 16))
@@ -120,13 +121,27 @@ every_steps = 500  # tau and tau_chain on the held-out rows
 """
 
 
-def run_text(target: str, gpus: int, *, name: str | None = None, split: str | None = None, data: str | None = None,
-             file: str = "run.toml") -> str:  # fmt: skip
-    """The text of a run file. `gpus` 0 is a CPU run, with a small drafter and short rows."""
+_CHOSEN_MASK = "mask_token_id = {}  # a row of the target's embedding that data never uses"
+_NO_MASK = """\
+# A row of the target's embedding that data never uses (never pad or eos), for instance a reserved token:
+# mask_token_id = ..."""
+
+
+def run_text(
+    target: str,
+    gpus: int,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    data: str = "data.jsonl",
+    file: Path = Path("run.toml"),
+) -> str:
+    """The text of run file `file`. `gpus` 0 is a CPU run, with a small drafter and short rows."""
     shape = parse_split(split) if split else choose_split(gpus)
     name = name or default_name(target)
     mask = suggest_mask_token(target)
     gpu = gpus > 0
+    target, data = (_seen_from(file.parent, place) for place in (target, data))
     return _TEMPLATE.format(
         target=target,
         split=shape,
@@ -134,10 +149,10 @@ def run_text(target: str, gpus: int, *, name: str | None = None, split: str | No
         ranks_text=_count(shape.ranks, "trainer rank"),
         machine=_count(gpus, "GPU") if gpu else "on CPU",
         file=file,
-        name=json.dumps(name),
-        output=json.dumps(f"runs/{name}"),
-        target_text=json.dumps(target),
-        data=json.dumps(data or "data.jsonl"),
+        name=toml_value(name),
+        output=toml_value(f"runs/{name}"),
+        target_text=toml_value(target),
+        data=toml_value(data),
         max_length=3072 if gpu else 512,
         token_budget=16384 if gpu else 1024,
         slots=4 if gpu else 3,
@@ -149,11 +164,17 @@ def run_text(target: str, gpus: int, *, name: str | None = None, split: str | No
         layers=5 if gpu else 1,
         block=16 if gpu else 8,
         slots_after=15 if gpu else 7,
-        mask=f"mask_token_id = {mask}  # a row of the target's embedding that data never uses" if mask is not None else
-        "# A row of the target's embedding that data never uses (never pad or eos), for instance a reserved token:\n"
-        "# mask_token_id = ...",
+        mask=_NO_MASK if mask is None else _CHOSEN_MASK.format(mask),
         lr="6e-4" if gpu else "2e-3",
-    )  # fmt: skip
+    )
+
+
+def _seen_from(folder: Path, text: str) -> str:
+    """A path of the current folder as a file in `folder` has to name it; what is no path stays."""
+    here = Path(text).expanduser()
+    if here.is_absolute() or folder.absolute() == Path.cwd() or not here.exists():
+        return text
+    return os.path.relpath(here, folder)
 
 
 def _count(number: int, name: str) -> str:
@@ -169,11 +190,12 @@ def _shared(gpus: int) -> str:
 
 
 def write_run_file(path: Path, text: str, force: bool = False) -> None:
-    """Writes the run file and loads it once, so that what is written is valid.
+    """Writes a run file, if its text is a valid one.
 
     Raises:
-        ConfigError: the file exists and `force` is not given, or cannot be written.
+        ConfigError: it is not, the file exists and `force` is not given, or it cannot be written.
     """
+    parse(text, path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w" if force else "x", encoding="utf-8") as file:
@@ -182,4 +204,3 @@ def write_run_file(path: Path, text: str, force: bool = False) -> None:
         raise ConfigError(f"{path} exists; --force replaces it") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    load(path)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .up import Child, View
 
 _LOG_LINE = re.compile(r"\[[^]]*\] step=\d+ loss=")
+_RELAYED = ("trainer", "prepare")  # whose lines a terminal shows as they come
 _STYLES = {"running": "green", "restarts": "yellow", "failed": "bold red", "left": "dim", "stopped": "dim"}
 
 
@@ -41,7 +42,11 @@ class PlainView:
 
     def line(self, child: str, text: str) -> None:
         for part in text.splitlines():
-            print(f"{child:<7} | {part}", file=sys.stdout, flush=True)
+            print(f"{child:<7} | {_unnamed(child, part)}", file=sys.stdout, flush=True)
+
+    def failure(self, child: "Child", text: str, lines: Sequence[str]) -> None:
+        """The child's lines again, together: others' may stand between them."""
+        self.event("\n    ".join([text, *lines, f"(log: {child.log})"]), urgent=True)
 
     def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
         pass
@@ -66,20 +71,27 @@ class LiveView:
 
     def line(self, child: str, text: str) -> None:
         # Log lines are the screen's own figures; workers' lines are in their table row.
-        if child in ("trainer", "prepare") and not _LOG_LINE.match(text):
-            self._live.console.print(Text(f"{child:>8} ", style="cyan") + Text(text), soft_wrap=True)
+        if child in _RELAYED and not _LOG_LINE.match(text):
+            self._live.console.print(Text(f"{child:>8} ", style="cyan") + Text(_unnamed(child, text)), soft_wrap=True)
+
+    def failure(self, child: "Child", text: str, lines: Sequence[str]) -> None:
+        shown = [] if child.name in _RELAYED else lines
+        self.event("\n    ".join([text, *shown, f"(log: {child.log})"]), urgent=True)
 
     def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
         self._last = status or self._last
         self._live.update(self._screen(children, status), refresh=True)
 
     def close(self) -> None:
+        """Leaves the last figures standing, without what was only true while the run was up."""
+        self._live.update(Group(*self._summary()), refresh=True)
         self._live.stop()
 
+    def _summary(self) -> list[RenderableType]:
+        return [self._title(), _steps(self._last), *_figures(self._last)] if self._last else [self._title()]
+
     def _screen(self, children: "Sequence[Child]", status: Status | None) -> RenderableType:
-        parts: list[RenderableType] = [self._title()]
-        if self._last:
-            parts += [_steps(self._last), *_figures(self._last)]
+        parts = self._summary()
         parts.append(_processes(children, self._last))
         if waits := bottleneck(status or {}):
             parts.append(Text(waits, style="italic"))
@@ -94,47 +106,60 @@ class LiveView:
         return text
 
 
+def _unnamed(child: str, line: str) -> str:
+    """A line without the child's own name in front, which is shown next to it."""
+    return line.removeprefix(f"{child}: ")
+
+
 def _count(number: int, name: str) -> str:
     return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _steps(status: Status) -> RenderableType:
     step, total = status.get("step", 0), status.get("total_steps")
+    state, message = status.get("state", ""), status.get("message", "")
+    if message.startswith(state):  # "waiting", "waiting for a worker"
+        state, message = message, ""
     row = Table.grid(padding=(0, 1))
     row.add_row(
         Text(f"step {step:,}" + (f" of {total:,}" if total else ""), style="bold"),
         ProgressBar(total=float(total or 1), completed=float(step), width=32),
         Text(f"{step / total:4.0%}" if total else ""),
         Text(f"ETA {duration(status.get('eta_s'))}"),
-        Text(status.get("state", ""), style="green" if status.get("state") == "training" else "yellow"),
-        Text(status.get("message", ""), style="dim"),
+        Text(state, style="green" if state == "training" else "yellow"),
+        Text(message, style="dim"),
     )
     return row
 
 
-def _figures(status: Status) -> list[Text]:
-    def known(key: str, form: str, scale: float = 1.0) -> str:
-        value = status.get(key)
-        return "-" if value is None else format(value * scale, form)
-
-    def line(*pairs: tuple[str, str]) -> Text:
-        text = Text()
-        for name, value in pairs:
-            text.append(f"{name} ", "dim").append(f"{value}   ")
-        return text
-
-    epochs = f" of {status['epochs']}" if "epochs" in status else ""
-    learning = [("loss", known("loss", ".3f")), ("acc", known("acc", ".2f")), ("tau", known("tau", ".2f"))]
-    if "tau_chain" in status:
-        learning.append(("tau_chain", known("tau_chain", ".2f")))
-    rates = [
-        ("target", f"{known('target_bps', '.2f')} batches/s"),
-        ("drafter", f"{known('drafter_bps', '.2f')} batches/s, {known('tokens_per_s', '.1f', 1e-3)} Ktok/s"),
-        ("ranks", f"compute {known('wait_gpu', '.0%')}, wait for data {known('wait_data', '.0%')}"),
+def _figures(status: Status) -> list[RenderableType]:
+    """Learning and rates, one line each, without what is not known yet."""
+    epoch = "{:.2f}" + (f" of {status['epochs']}" if "epochs" in status else "")
+    learning = [
+        ("loss", "loss", "{:.3f}"),
+        ("acc", "acc", "{:.2f}"),
+        ("tau", "tau", "{:.2f}"),
+        ("tau_chain", "tau_chain", "{:.2f}"),
+        ("lr", "lr", "{:.1e}"),
+        ("epoch", "epoch", epoch),
     ]
-    if status.get("listed"):
-        rates.append(("listed", f"{status.get('listed')}"))
-    return [line(*learning, ("lr", known("lr", ".1e")), ("epoch", known("epoch", ".2f") + epochs)), line(*rates)]
+    rates = [
+        ("target", "target_bps", "{:.2f} batches/s"),
+        ("drafter", "drafter_bps", "{:.2f} batches/s"),
+        ("context", "tokens_per_s", "{:,.0f} tokens/s"),
+        ("ranks compute", "wait_gpu", "{:.0%}"),
+        ("wait for data", "wait_data", "{:.0%}"),
+        ("listed", "listed", "{}"),
+    ]
+    lines: list[RenderableType] = []
+    for pairs in (learning, rates):
+        text = Text()
+        for name, key, form in pairs:
+            if (value := status.get(key)) is not None and (key, value) != ("listed", 0):
+                text.append(f"{name} ", "dim").append(form.format(value) + "   ")
+        if text:
+            lines.append(text)
+    return lines
 
 
 def _processes(children: "Sequence[Child]", status: Status | None) -> RenderableType:
@@ -143,7 +168,8 @@ def _processes(children: "Sequence[Child]", status: Status | None) -> Renderable
         table.add_column(column, no_wrap=True)
     table.add_column("last said", no_wrap=True, overflow="ellipsis", ratio=1)
     for child in children:
-        state = child.state if not child.restarts else f"{child.state} ({child.restarts + 1}. start)"
+        said = "" if _LOG_LINE.match(child.last_line) else _unnamed(child.name, child.last_line)
+        state = child.state if not child.restarts else f"{child.state}, {_count(child.restarts, 'restart')}"
         if child.state == "restarts":
             state = f"restarts in {max(child.start_at - time.monotonic(), 0):.0f}s"
         running = child.state == "running"
@@ -153,17 +179,19 @@ def _processes(children: "Sequence[Child]", status: Status | None) -> Renderable
             Text(state, style=_STYLES.get(child.state, "")),
             duration(time.time() - child.started) if running else "",
             *_queues(child.name, status if running else None),
-            Text("" if _LOG_LINE.match(child.last_line) else child.last_line, style="dim"),
+            Text(said, style="dim"),
         )
     return table
 
 
 def _queues(name: str, status: Status | None) -> tuple[str, str]:
     """A worker's tokenised batches, and its ring with one mark a slot: filled for READY."""
-    index = int(name[1:]) if re.fullmatch(r"w\d+", name) else -1
-    pre, ready = (status or {}).get("q_pre", []), (status or {}).get("q_hs", [])
-    slots = (status or {}).get("slots", 0)
-    if not 0 <= index < len(ready):
+    if status is None:
+        return "", ""
+    pre, ready, slots = status.get("q_pre", []), status.get("q_hs", []), status.get("slots", 0)
+    names = status.get("names", [f"w{place}" for place in range(len(ready))])
+    index = names.index(name) if name in names else len(ready)
+    if index >= len(ready):
         return "", ""
     marks = "■" * ready[index] + "□" * max(slots - ready[index], 0)
     return str(pre[index]) if index < len(pre) else "", f"{marks} {ready[index]}"

@@ -46,14 +46,16 @@ class TargetSettings(Section):
     """The frozen target model."""
 
     path: str = Field(description="Local folder, GGUF file or hub id of a causal language model")
-    dtype: Dtype = Field("bfloat16", description="Compute dtype of the target and dtype of the recorded states")
+    dtype: Dtype = Field(default="bfloat16", description="Compute dtype of the target and dtype of the recorded states")
     layer_ids: list[NonNegativeInt] | None = Field(
-        None,
+        default=None,
         description="Decoder layers whose outputs are recorded, counted from 0. Default: spread evenly over the "
         "target, one per draft layer",
     )
-    last_hidden: bool = Field(False, description="Also record the last layer's output (soft-label objectives need it)")
-    trust_remote_code: bool = Field(False, description="Let transformers run code that comes with the model")
+    last_hidden: bool = Field(
+        default=False, description="Also record the last layer's output (soft-label objectives need it)"
+    )
+    trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model")
 
 
 class DataSettings(Section):
@@ -63,91 +65,101 @@ class DataSettings(Section):
         default_factory=list,
         description="Chat files (.jsonl, .jsonl.gz, .parquet); prepared into the cache on first use",
     )
-    rows: str | None = Field(None, description="Folder written by `paceline prepare --out`")
-    max_length: PositiveInt = Field(3072, description="Longest row in tokens; longer ones are cut")
+    rows: str | None = Field(default=None, description="Folder written by `paceline prepare --out`")
+    max_length: PositiveInt = Field(default=3072, description="Longest row in tokens; longer ones are cut")
     supervise: Literal["all", "last"] = Field(
-        "all", description="Which assistant turns are supervised: every one, or the last only"
+        default="all", description="Which assistant turns are supervised: every one, or the last only"
     )
     thinking: bool | None = Field(
-        None,
+        default=None,
         description="Passed to the chat template as enable_thinking: the mode that will be served. Default: the "
         "template's own",
     )
-    held_out: NonNegativeInt = Field(64, description="Rows set aside for evaluation, drawn by seed, never trained on")
+    held_out: NonNegativeInt = Field(
+        default=64, description="Rows set aside for evaluation, drawn by seed, never trained on"
+    )
 
 
 class StreamSettings(Section):
     """Batches, rings and the order of work."""
 
-    token_budget: PositiveInt = Field(16384, description="Most tokens in a batch (and in a record)")
+    token_budget: PositiveInt = Field(default=16384, description="Most tokens in a batch (and in a record)")
     packer: Literal["first-fit", "sequential"] = Field(
-        "first-fit",
+        default="first-fit",
         description="How rows are packed into batches: first-fit over shuffled rows, or one after another",
     )
     order: Literal["arrival", "strict"] = Field(
-        "arrival",
+        default="arrival",
         description="arrival: train records as they come, within an epoch. strict: in plan order, so the same "
         "run file gives the same weights whatever the number of workers and kills",
     )
-    slots: PositiveInt = Field(4, description="Slots in each worker's ring")
-    prefetch: PositiveInt = Field(4, description="Tokenised batches each worker holds ready (q_pre)")
-    ring_dir: str = Field("/dev/shm/paceline", description="Where the runs' ring folders are")
+    slots: PositiveInt = Field(default=4, description="Slots in each worker's ring")
+    prefetch: PositiveInt = Field(default=4, description="Tokenised batches each worker holds ready (q_pre)")
+    ring_dir: str = Field(default="/dev/shm/paceline", description="Where the runs' ring folders are")
 
 
 class WorkerSettings(Section):
     """The target side."""
 
-    count: PositiveInt = Field(1, description="Target workers")
+    count: PositiveInt = Field(default=1, description="Target workers")
     devices: list[DeviceName] = Field(
         default_factory=list,
         description='Device of each worker ("cuda:0", "cpu"), repeated in turn. Default: GPUs in order, else cpu',
     )
-    threads: NonNegativeInt = Field(0, description="CPU threads of a worker; 0 leaves torch's default")
+    threads: NonNegativeInt = Field(default=0, description="CPU threads of a worker; 0 leaves torch's default")
     pack: Literal["auto", "never"] = Field(
-        "auto", description="auto: pack rows when the start-up self-check proves that none sees another"
+        default="auto", description="auto: pack rows when the start-up self-check proves that none sees another"
     )
 
 
 class TrainerSettings(Section):
     """The drafter side."""
 
-    ranks: PositiveInt = Field(1, description="Trainer ranks")
+    ranks: PositiveInt = Field(default=1, description="Trainer ranks")
     devices: list[DeviceName] = Field(
         default_factory=list,
         description="Device of each rank, repeated in turn. Default: the GPUs after the workers', else cpu",
     )
-    threads: NonNegativeInt = Field(0, description="CPU threads of a rank; 0 leaves torch's default")
-    dtype: Dtype = Field("bfloat16", description="Compute dtype of the drafter; masters and optimiser are float32")
-    batches_per_step: PositiveInt = Field(1, description="Whole batches in an optimiser step, over all ranks (G)")
-    micro_tokens: PositiveInt = Field(8192, description="Most context tokens in a micro-batch (one row at least)")
-    epochs: PositiveInt = Field(6, description="Passes over the data")
-    max_steps: PositiveInt | None = Field(None, description="Stop after so many steps")
-    max_tokens: PositiveInt | None = Field(None, description="Stop after the step that reaches so many context tokens")
-    max_hours: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Stop, with a checkpoint, after so many hours of this run's training time"
+    threads: NonNegativeInt = Field(default=0, description="CPU threads of a rank; 0 leaves torch's default")
+    dtype: Dtype = Field(
+        default="bfloat16", description="Compute dtype of the drafter; masters and optimiser are float32"
     )
-    seed: NonNegativeInt = Field(0, description="Seed of packing, anchors and initial weights")
+    batches_per_step: PositiveInt = Field(
+        default=1, description="Whole batches in an optimiser step, over all ranks (G)"
+    )
+    micro_tokens: PositiveInt = Field(
+        default=8192, description="Most context tokens in a micro-batch (one row at least)"
+    )
+    epochs: PositiveInt = Field(default=6, description="Passes over the data")
+    max_steps: PositiveInt | None = Field(default=None, description="Stop after so many steps")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="Stop after the step that reaches so many context tokens"
+    )
+    max_hours: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Stop, with a checkpoint, after so many hours of this run's training time"
+    )
+    seed: NonNegativeInt = Field(default=0, description="Seed of packing, anchors and initial weights")
     skip_limit: PositiveInt = Field(
-        5, description="Stop the run after so many skipped steps or refused records in a row"
+        default=5, description="Stop the run after so many skipped steps or refused records in a row"
     )
     hang_seconds: Annotated[float, Field(gt=0)] = Field(
-        600, description="A rank without progress for so long, with work at hand, ends the trainer"
+        default=600, description="A rank without progress for so long, with work at hand, ends the trainer"
     )
 
 
 class DrafterSettings(Section):
     """The DFlash drafter."""
 
-    layers: PositiveInt = Field(5, description="Draft layers")
-    block_size: Annotated[int, Field(ge=2)] = Field(16, description="Slots in a block, the anchor included (B)")
+    layers: PositiveInt = Field(default=5, description="Draft layers")
+    block_size: Annotated[int, Field(ge=2)] = Field(default=16, description="Slots in a block, the anchor included (B)")
     mask_token_id: NonNegativeInt | None = Field(
-        None,
+        default=None,
         description="Row of the target's embedding that marks a masked slot; a token that data never uses",
     )
-    hidden_act: str = Field("silu", description="Activation of the draft layers")
-    intermediate_size: PositiveInt | None = Field(None, description="MLP width; default: the target's")
+    hidden_act: str = Field(default="silu", description="Activation of the draft layers")
+    intermediate_size: PositiveInt | None = Field(default=None, description="MLP width; default: the target's")
     init_from: Literal["random", "target"] = Field(
-        "random", description="Draft layers start at random, or from target layers of equal shape"
+        default="random", description="Draft layers start at random, or from target layers of equal shape"
     )
 
 
@@ -155,11 +167,11 @@ class ObjectiveSettings(Section):
     """Anchors and loss."""
 
     anchors_per_token: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.25, description="Anchors drawn per supervised token of a row"
+        default=0.25, description="Anchors drawn per supervised token of a row"
     )
-    max_anchors: PositiveInt = Field(512, description="Most anchors drawn in a row")
+    max_anchors: PositiveInt = Field(default=512, description="Most anchors drawn in a row")
     gamma: Annotated[float, Field(gt=0)] | None = Field(
-        None,
+        default=None,
         description="Decay of slot weights, exp(-(k-1)/gamma). Default: 7, 5, 4 for block sizes 16, 10, 8",
     )
 
@@ -167,40 +179,42 @@ class ObjectiveSettings(Section):
 class OptimizerSettings(Section):
     """AdamW on float32 masters."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(6e-4, description="Peak learning rate")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's first beta")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW's second beta")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay")
-    clip: Annotated[float, Field(gt=0)] = Field(1.0, description="Largest gradient norm")
-    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="Learning-rate schedule")
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.04, description="Share of the steps that warm up")
-    decay: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="Share of the steps that decay (wsd)")
-    final_lr: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Last learning rate as a share of the peak")
+    lr: Annotated[float, Field(gt=0)] = Field(default=6e-4, description="Peak learning rate")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's first beta")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="AdamW's second beta")
+    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Decoupled weight decay")
+    clip: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest gradient norm")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(default="cosine", description="Learning-rate schedule")
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.04, description="Share of the steps that warm up")
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="Share of the steps that decay (wsd)")
+    final_lr: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Last learning rate as a share of the peak"
+    )
 
 
 class CheckpointSettings(Section):
     """When checkpoints are written and which are kept."""
 
-    every_steps: PositiveInt | None = Field(500, description="Steps between checkpoints")
-    every_minutes: Annotated[float, Field(gt=0)] | None = Field(30, description="Minutes between checkpoints")
-    keep_last: PositiveInt = Field(3, description="Newest checkpoints kept")
-    keep_best: bool = Field(True, description="Also keep the one with the best tau_chain on the held-out rows")
+    every_steps: PositiveInt | None = Field(default=500, description="Steps between checkpoints")
+    every_minutes: Annotated[float, Field(gt=0)] | None = Field(default=30, description="Minutes between checkpoints")
+    keep_last: PositiveInt = Field(default=3, description="Newest checkpoints kept")
+    keep_best: bool = Field(default=True, description="Also keep the one with the best tau_chain on the held-out rows")
 
 
 class EvaluationSettings(Section):
     """tau and tau_chain on the held-out rows, through the same stream."""
 
-    every_steps: NonNegativeInt = Field(500, description="Steps between evaluations; 0 turns them off")
-    at_end: bool = Field(True, description="Evaluate after the last step")
+    every_steps: NonNegativeInt = Field(default=500, description="Steps between evaluations; 0 turns them off")
+    at_end: bool = Field(default=True, description="Evaluate after the last step")
 
 
 class LoggingSettings(Section):
     """What the trainer reports. JSONL metrics are always written."""
 
-    log_every: PositiveInt = Field(10, description="Steps between log lines")
-    tensorboard: bool = Field(False, description="Write TensorBoard event files under the output folder")
-    wandb: str | None = Field(None, description="Weights & Biases project to log to")
+    log_every: PositiveInt = Field(default=10, description="Steps between log lines")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard event files under the output folder")
+    wandb: str | None = Field(default=None, description="Weights & Biases project to log to")
 
 
 class RunFile(Section):
@@ -264,8 +278,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         ConfigError: the file is missing, no TOML, or has an unknown key or bad value; names file, line and key.
         UsageError: an override is not of the form key=value.
     """
-    path = Path(path)
-    text = _read(path)
+    return parse(_read(Path(path)), Path(path), overrides)
+
+
+def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> RunFile:
+    """`load` of a text that stands, or is to stand, in file `path`."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -416,7 +433,7 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
         case "value_error":
             text = message
         case "string_pattern_mismatch":
-            text = f"{key} = {json.dumps(fault['input'])}: must match {fault['ctx']['pattern']}"
+            text = f"{key} = {json.dumps(fault['input'])}: must match {fault.get('ctx', {}).get('pattern')}"
         case "model_type" | "model_attributes_type":
             text = f"{key} must be a table, [{key}]"
         case _:
@@ -428,14 +445,15 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
 # Writing
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A text, number, boolean or list of them as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return repr(value)
 
 
@@ -445,7 +463,7 @@ def _toml_lines(section: Section) -> Iterator[str]:
         if isinstance(value, Section):
             continue
         if value is not None:
-            yield f"{name} = {_toml_value(value)}"
+            yield f"{name} = {toml_value(value)}"
         elif field.default is not None:
             yield f'{name} = "{NONE}"'
 
@@ -485,7 +503,7 @@ def _default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "" if value is None else f"`{_toml_value(value)}`"
+    return "" if value is None else f"`{toml_value(value)}`"
 
 
 def _reference_table(model: type[Section], prefix: str) -> Iterator[str]:

@@ -56,7 +56,7 @@ def show_status(found: list[dict[str, Any]]) -> None:
 def status_lines(status: dict[str, Any]) -> list[str]:
     """A run's status as text: state and progress, learning, rates and queues, who waits."""
 
-    def known(key: str, form: str, scale: float = 1.0) -> str:
+    def known(key: str, form: str, scale: float = 1) -> str:
         value = status.get(key)
         return "-" if value is None else format(value * scale, form)
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 METRICS_FILE = "metrics.jsonl"
 STALE_SECONDS = 10.0  # status.json is written each second; one older than this is nobody's present state
@@ -45,6 +45,7 @@ class Status(TypedDict, total=False):
     target_bps: float  # batches/s committed by all workers
     drafter_bps: float  # batches/s trained by all ranks
     tokens_per_s: float  # context tokens/s trained by all ranks
+    names: list[str]  # the workers that q_pre and q_hs are of, in their order; w0, w1, ... if left out
     q_pre: list[int]  # per worker: tokenised batches ready
     q_hs: list[int]  # per worker: READY records in its ring
     slots: int  # per ring
@@ -69,7 +70,7 @@ def read_status(path: Path) -> Status | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return cast(Status, found) if isinstance(found, dict) else None
 
 
 def _finite(value: Any) -> Any:

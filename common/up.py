@@ -114,8 +114,9 @@ class Child:
             )
 
     def signal(self, number: int) -> None:
+        # Not Popen.send_signal: that reaps a child that has just ended, and `reap` would never hear of it.
         if self.process and self.process.returncode is None:
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
         """SIGKILL to the child and all it started. Only while it is not reaped: its pid is its own until then."""
@@ -146,6 +147,7 @@ class View(Protocol):
 
     def event(self, text: str, urgent: bool = False) -> None: ...
     def line(self, child: str, text: str) -> None: ...
+    def failure(self, child: "Child", text: str, lines: Sequence[str]) -> None: ...
     def refresh(self, children: Sequence[Child], status: Status | None) -> None: ...
     def close(self) -> None: ...
 
@@ -169,6 +171,7 @@ class Supervisor:
         self.code: int | None = None  # set once the run is being ended
         self._kill_at = float("inf")
         self._term_workers_at = float("inf")
+        self._alone_at = float("inf")  # when to say that no workers are left, unless the run ends by then
         self._pending: deque[int] = deque()
         self._environment = {k: v for k, v in os.environ.items() if k not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
         self._environment["PYTHONUNBUFFERED"] = "1"
@@ -264,7 +267,8 @@ class Supervisor:
             if child is self.trainer:
                 self._finish()
             elif child in self.workers:
-                self._worker_left(child)
+                self.view.event(f"{child.name} left")
+                self._alone_at = time.monotonic() + self.policy.leave
         elif code in _FATAL or child is self.prepare:
             self._show_failure(child, f"{child.name} {_died(code)}")
             child.state = "failed"
@@ -280,12 +284,6 @@ class Supervisor:
         if child is self.trainer and not self.code:
             self.code = 1
 
-    def _worker_left(self, child: Child) -> None:
-        self.view.event(f"{child.name} left")
-        alone = self.trainer.state == "running" and all(worker.state == "left" for worker in self.workers)
-        if alone and not paths.finished_path(self.run_file).exists():
-            self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
-
     def _failed(self, child: Child, code: int) -> None:
         policy, now = self.policy, time.monotonic()
         child.failures.append(now)
@@ -293,7 +291,7 @@ class Supervisor:
             child.failures.popleft()
         if len(child.failures) >= policy.limit:
             child.state = "failed"
-            self._show_failure(child, f"{child.name} {_died(code)}, the {policy.limit}th time in {policy.window:.0f} s")
+            self._show_failure(child, f"{child.name} {_died(code)}: {policy.limit} times in {policy.window:.0f} s")
             self._stop(1, f"stopping: {child.name} does not stay up")
             return
         pause = min(policy.first_pause * 2 ** (len(child.failures) - 1), policy.longest_pause)
@@ -302,8 +300,7 @@ class Supervisor:
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
-        shown = "".join(f"\n    {line}" for line in lines[-8:])
-        self.view.event(f"{text}{shown}\n    (log: {child.log})" if shown else f"{text} (log: {child.log})", True)
+        self.view.failure(child, text, lines[-8:])
 
     def _restart_due(self) -> None:
         now = time.monotonic()
@@ -340,6 +337,10 @@ class Supervisor:
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         running = [child for child in self.active if child.state == "running"]
+        if now >= self._alone_at:
+            self._alone_at = float("inf")
+            if self.code is None and all(worker.state == "left" for worker in self.workers):
+                self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
         if now >= self._term_workers_at:
             self._term_workers_at = float("inf")
             for child in running:

@@ -178,7 +178,7 @@ def test_init(tmp_path: Path, gpus: int, split: str) -> None:
     assert (run.name, run.drafter.mask_token_id) == ("qwen3-8b", 151669)
     assert run.target.path == "Qwen/Qwen3-8B"
     with pytest.raises(ConfigError, match="--force"):
-        write_run_file(path, "")
+        write_run_file(path, path.read_text())
 
 
 def test_init_with_a_chosen_split(tmp_path: Path) -> None:

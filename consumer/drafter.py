@@ -1,0 +1,559 @@
+"""The DFlash drafter: a few Qwen3 decoder layers that read the target's hidden states and fill a block at once.
+
+Parameter names, shapes and numerics are those of z-lab's released `DFlashDraftModel` (PyPI `dflash`), so a
+checkpoint moves between the two without a conversion. Owned here: the model, its config and its first weights.
+Not here: which slots exist and what they may see (blocks.py), the loss (losses.py), training (learner.py).
+
+The model never holds the target's embedding or head. It takes embedded block slots and returns hidden states after the
+final norm; the frozen head turns them into logits. The forward is split in two so that both of its users share it:
+
+    project_context(features, positions)  ->  keys and values of the context, one pair a layer
+    decode(embeds, positions, context, attend)  ->  hidden states of the slots
+
+Training runs both over packed micro-batches (`forward`); decoding appends new context to a `ContextCache` and runs
+`decode` over one block (`draft`). In both, a slot attends the context before its anchor and its own block.
+
+Shapes: T context positions, S block slots, K recorded target layers, H hidden size, D head dimension.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from ..common.errors import ConfigError
+from ..common.runfile import RunFile
+from ..common.target_info import TargetInfo
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+ContextKV = tuple[Tensor, Tensor]  # keys and values of one layer, each [kv heads, T, D], keys after RoPE
+Rope = tuple[Tensor, Tensor]  # cosines and sines, each [positions, 1, D]
+
+
+class Attend(Protocol):
+    """How block slots attend: an object of blocks.py that knows the mask of the packed micro-batch."""
+
+    def __call__(self, q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:
+        """q [heads, S, D], the context's and the slots' own keys and values; returns [heads, S, D].
+
+        window: None in a full-attention layer; W in a sliding one, which is causal inside the block and sees
+        positions above its own minus W only.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of a drafter, with the keys of z-lab's config.json (docs/checkpoints.md lists that file)."""
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 32768
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (FULL,) * self.num_hidden_layers)
+        _check_config(self)
+
+    @classmethod
+    def from_target(cls, info: TargetInfo, run: RunFile, layer_ids: Sequence[int]) -> "DrafterConfig":
+        """The drafter of a run file: the target's widths, heads and plain RoPE; layers and block size of the run.
+
+        Never takes M-RoPE or partial_rotary_factor from the target: engines serve a drafter with plain RoPE.
+        Raises ConfigError when drafter.mask_token_id is missing or unusable.
+        """
+        return cls(
+            block_size=run.drafter.block_size,
+            mask_token_id=check_mask_token(run.drafter.mask_token_id, info),
+            target_layer_ids=tuple(layer_ids),
+            num_target_layers=info.num_layers,
+            hidden_size=info.hidden_size,
+            intermediate_size=run.drafter.intermediate_size or info.intermediate_size,
+            num_hidden_layers=run.drafter.layers,
+            num_attention_heads=info.num_heads,
+            num_key_value_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            vocab_size=info.vocab_size,
+            rms_norm_eps=info.rms_norm_eps,
+            rope_theta=float(info.rope_theta),
+            max_position_embeddings=info.max_position_embeddings,
+            hidden_act=run.drafter.hidden_act,
+            bos_token_id=info.bos_token_id,
+            eos_token_id=info.eos_token_id,
+            dtype=run.trainer.dtype,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "DrafterConfig":
+        """Reads z-lab's config.json (transformers 4 or 5 RoPE keys). ConfigError names a missing or wrong key."""
+        nested: Mapping[str, Any] = values.get("dflash_config") or {}
+        flat = {**values, **nested}
+        rope = dict(values.get("rope_parameters") or {})
+        theta = rope.pop("rope_theta", None) or values.get("rope_theta")
+        scaling = rope if rope.get("rope_type", "default") != "default" else values.get("rope_scaling")
+        names = {field.name for field in dataclasses.fields(cls)} - {"rope_theta", "rope_scaling"}
+        taken = {name: flat[name] for name in names if name in flat}
+        for name in ("target_layer_ids", "layer_types"):
+            taken[name] = tuple(taken.get(name) or ())
+        taken["eos_token_id"] = _one_or_many(flat.get("eos_token_id"))
+        if theta is None:
+            raise ConfigError("drafter config: no rope_theta; a wrong RoPE base would be silent")
+        try:
+            return cls(**taken, rope_theta=float(theta), rope_scaling=dict(scaling) if scaling else None)
+        except TypeError as error:
+            raise ConfigError(f"drafter config: {str(error).replace('DrafterConfig.__init__() ', '')}") from error
+
+    @classmethod
+    def load(cls, folder: Path) -> "DrafterConfig":
+        """Reads `config.json` of a drafter's folder. ConfigError when it is missing or no drafter's."""
+        path = folder / "config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: no readable drafter config ({error})") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: not a JSON object")
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """z-lab's config.json, JSON types only.
+
+        RoPE is written twice: transformers 4 reads rope_theta and rope_scaling, 5 reads rope_parameters, and each
+        falls back to base 10,000 in silence.
+        """
+        values = dataclasses.asdict(self)
+        nested = {name: values.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+        nested["target_layer_ids"] = list(nested["target_layer_ids"])
+        values["layer_types"] = list(self.layer_types)
+        if isinstance(self.eos_token_id, tuple):
+            values["eos_token_id"] = list(self.eos_token_id)
+        return values | {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "model_type": "qwen3",
+            "dflash_config": nested,
+            "rope_parameters": self.rope_parameters,
+            "use_sliding_window": self.sliding_window is not None,
+            "max_window_layers": self.num_hidden_layers,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        return {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+
+    @property
+    def features(self) -> int:
+        """Width of a context position's features, K·H."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def qwen3(self) -> Qwen3Config:
+        """The config that transformers' Qwen3 parts read."""
+        return Qwen3Config(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            hidden_act=self.hidden_act,
+            max_position_embeddings=self.max_position_embeddings,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_parameters=self.rope_parameters,
+        )
+
+
+def _check_config(config: DrafterConfig) -> None:
+    """Raises ConfigError for a shape that cannot work, naming the key."""
+    layers, ids = config.num_hidden_layers, config.target_layer_ids
+    if config.block_size < 2:
+        raise ConfigError(f"drafter config: block_size is {config.block_size}; a block has at least 2 slots")
+    if not ids:
+        raise ConfigError("drafter config: target_layer_ids is missing or empty")
+    if len(set(ids)) != len(ids) or not all(0 <= i < config.num_target_layers for i in ids):
+        raise ConfigError(
+            f"drafter config: target_layer_ids {list(ids)} must be distinct and in 0..{config.num_target_layers - 1}"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError("drafter config: num_attention_heads is no multiple of num_key_value_heads")
+    if len(config.layer_types) != layers or not set(config.layer_types) <= {FULL, SLIDING}:
+        raise ConfigError(f"drafter config: layer_types must name {layers} layers, each {FULL} or {SLIDING}")
+    if SLIDING in config.layer_types and not config.sliding_window:
+        raise ConfigError("drafter config: sliding_attention layers need sliding_window")
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise ConfigError(
+            f"drafter config: mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
+        )
+
+
+def check_mask_token(
+    mask_token_id: int | None,
+    info: TargetInfo,
+    *,
+    pad_token_id: int | None = None,
+    used_token: Callable[[int], bool] | None = None,
+) -> int:
+    """The mask token's id, once it is one that can serve; ConfigError says what is wrong and how to choose.
+
+    It must be a row of the target's embedding that data never uses, and never a pad, bos or eos token: the
+    drafter learns "fill in this slot" from it, and those carry a meaning of their own.
+    used_token(id): whether the prepared rows contain the token (`common.rows.Rows.used_token`).
+    """
+    advice = "choose a reserved or unused token of the tokenizer, one that the chat template never writes"
+    if mask_token_id is None:
+        raise ConfigError(f"drafter.mask_token_id is not set: {advice}")
+    what = f"drafter.mask_token_id = {mask_token_id}"
+    if not 0 <= mask_token_id < info.vocab_size:
+        raise ConfigError(f"{what} is outside the target's {info.vocab_size} embedding rows: {advice}")
+    taken = {"bos": info.bos_token_id, "eos": info.eos_token_id, "pad": pad_token_id}
+    for name, special in taken.items():
+        if mask_token_id == special:
+            raise ConfigError(f"{what} is the target's {name} token: {advice}")
+    if used_token is not None and used_token(mask_token_id):
+        raise ConfigError(f"{what} occurs in the data: {advice}")
+    return mask_token_id
+
+
+def pad_token_id(folder: Path) -> int | None:
+    """The pad token of a target's folder: its config's, else its tokenizer's; None when neither names one."""
+    config = _json(folder / "config.json")
+    found = config.get("pad_token_id", (config.get("text_config") or {}).get("pad_token_id"))
+    token = _json(folder / "tokenizer_config.json").get("pad_token")
+    if found is None and token is not None:
+        text = token.get("content") if isinstance(token, dict) else token
+        added = _json(folder / "tokenizer.json").get("added_tokens", [])
+        found = next((entry["id"] for entry in added if entry["content"] == text), None)
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _one_or_many(ids: "int | Sequence[int] | None") -> "int | tuple[int, ...] | None":
+    return ids if ids is None or isinstance(ids, int) else tuple(ids)
+
+
+class PlainRope(Qwen3RotaryEmbedding):
+    """Qwen3's rotary embedding whose frequencies stay float32 when the module is cast.
+
+    In bfloat16 a frequency is off by up to 0.4 %, so a position in the thousands would turn by several radians.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PlainRope":
+        super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+        return self
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """RoPE on x [positions, heads, D]."""
+    cos, sin = rope
+    return x * cos + rotate_half(x) * sin
+
+
+class DraftAttention(nn.Module):
+    """Attention of block slots over [context ; own block], q and k normalised per head (Qwen3)."""
+
+    def __init__(self, config: DrafterConfig, layer: int) -> None:
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim = dim
+        self.window = config.sliding_window if config.layer_types[layer] == SLIDING else None
+        self.q_proj = nn.Linear(config.hidden_size, heads * dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> ContextKV:
+        """Keys (after norm and RoPE) and values of x [n, H]: two of [kv heads, n, D]."""
+        shape = (x.shape[0], -1, self.head_dim)
+        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), rope)
+        return keys.transpose(0, 1), self.v_proj(x).view(shape).transpose(0, 1)
+
+    def forward(self, x: Tensor, rope: Rope, context: ContextKV, attend: Attend) -> Tensor:
+        q = rotate(self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.head_dim)), rope)
+        mixed = attend(q.transpose(0, 1), context, self.keys_values(x, rope), self.window)
+        return self.o_proj(mixed.transpose(0, 1).reshape(x.shape[0], -1))
+
+
+class DraftLayer(nn.Module):
+    """A Qwen3 decoder layer over block slots; the context enters through attention alone."""
+
+    def __init__(self, config: DrafterConfig, qwen3: Qwen3Config, layer: int) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, layer)
+        self.mlp = Qwen3MLP(qwen3)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope: Rope, context: ContextKV, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, context, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ContextCache:
+    """Keys and values of the context positions 0..length-1, one pair a layer, grown by doubling.
+
+    Holds target context only: a block's own keys never enter it, so nothing is cropped after a block. `crop`
+    is for callers that take context back.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._layers: list[ContextKV] = []
+
+    def append(self, new: Sequence[ContextKV]) -> None:
+        """Adds t positions; new holds every layer's keys and values [kv heads, t, D]."""
+        added = new[0][0].shape[1]
+        if not self._layers:
+            self._layers = [(k.clone(), v.clone()) for k, v in new]
+        elif self.length + added > self._layers[0][0].shape[1]:
+            self._layers = [(self._grown(k, added), self._grown(v, added)) for k, v in self._layers]
+        for (keys, values), (k, v) in zip(self._layers, new, strict=True):
+            keys[:, self.length : self.length + added] = k
+            values[:, self.length : self.length + added] = v
+        self.length += added
+
+    def _grown(self, tensor: Tensor, added: int) -> Tensor:
+        heads, _, dim = tensor.shape
+        larger = tensor.new_empty(heads, max(256, 2 * (self.length + added)), dim)
+        larger[:, : self.length] = tensor[:, : self.length]
+        return larger
+
+    def crop(self, length: int) -> None:
+        """Forgets the positions from `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot crop {self.length} cached positions to {length}")
+        self.length = length
+
+    def layers(self) -> list[ContextKV]:
+        return [(k[:, : self.length], v[:, : self.length]) for k, v in self._layers]
+
+
+class Drafter(nn.Module):
+    """The DFlash drafter; see the module's docstring."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        qwen3 = config.qwen3()
+        self.config = config
+        self.layers = nn.ModuleList([DraftLayer(config, qwen3, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(config.features, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = PlainRope(qwen3)
+
+    def rope(self, like: Tensor, positions: Tensor) -> Rope:
+        """Cosines and sines at int64 positions [n], in the dtype of `like`."""
+        cos, sin = self.rotary_emb(like, positions[None])
+        return cos[0, :, None], sin[0, :, None]
+
+    def project_context(self, features: Tensor, positions: Tensor) -> list[ContextKV]:
+        """Every layer's keys and values of the context.
+
+        features [T, K·H]: outputs of the recorded target layers side by side, in the order of target_layer_ids;
+        positions [T] int64, each inside its own document.
+        """
+        context = self.hidden_norm(self.fc(features))
+        rope = self.rope(context, positions)
+        return [layer.self_attn.keys_values(context, rope) for layer in self._draft_layers()]
+
+    def decode(self, embeds: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
+        """Hidden states [S, H] after the final norm of slots embedded as embeds [S, H] at positions [S]."""
+        rope = self.rope(embeds, positions)
+        x = embeds
+        for layer, layer_context in zip(self._draft_layers(), context, strict=True):
+            x = layer(x, rope, layer_context, attend)
+        return self.norm(x)
+
+    def forward(
+        self, features: Tensor, context_positions: Tensor, embeds: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Hidden states [S, H] of a packed micro-batch; `attend` says which context and slots each slot sees."""
+        return self.decode(embeds, positions, self.project_context(features, context_positions), attend)
+
+    def draft(self, block_embeds: Tensor, features: Tensor, cache: ContextCache) -> Tensor:
+        """One block of a sequence being decoded: hidden states [1, B, H] after the final norm.
+
+        block_embeds [1, B, H]: the raw target embeddings of [anchor token, mask token × (B-1)].
+        features [1, t, K·H]: the target's states at the t context positions not yet in `cache`, the last being the one
+        before the anchor; they are appended, and slot k sits at position cache.length + k. t may be 0.
+        Same numbers as the training forward of that anchor.
+        """
+        start = cache.length
+        if features.shape[1] or not cache.length:
+            new = torch.arange(start, start + features.shape[1], device=features.device)
+            cache.append(self.project_context(features[0], new))
+        positions = torch.arange(cache.length, cache.length + block_embeds.shape[1], device=block_embeds.device)
+        return self.decode(block_embeds[0], positions, cache.layers(), attend_one_block)[None]
+
+    def _draft_layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+def attend_one_block(q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:
+    """Attention of one block right after its whole context: no mask in a full layer."""
+    keys, values = torch.cat([context[0], block[0]], 1), torch.cat([context[1], block[1]], 1)
+    mask = None
+    if window is not None:
+        key_at = torch.arange(keys.shape[1], device=q.device)
+        slot_at = key_at[-q.shape[1] :, None]
+        mask = (key_at <= slot_at) & (key_at > slot_at - window)
+    return sdpa(q, keys, values, mask)
+
+
+def sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention of q [heads, S, D] over keys and values [kv heads, n, D]; mask [S, n] bool."""
+    repeats = q.shape[0] // keys.shape[0]
+    if repeats > 1:
+        keys, values = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
+    mask = None if mask is None else mask[None, None]
+    return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
+
+
+def init_drafter(
+    config: DrafterConfig,
+    *,
+    seed: int,
+    init_from: str = "random",
+    target_tensors: Mapping[str, Tensor] | None = None,
+) -> Drafter:
+    """A float32 drafter on the CPU with its first weights.
+
+    random: matrices normal(0, initializer_range) from a generator seeded by `seed`, norms one.
+    target: see `copy_from_target`; target_tensors then holds the tensors of `target_tensor_names`.
+    """
+    drafter = Drafter(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(drafter.named_parameters()):
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, config.initializer_range, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    if init_from == "target":
+        if target_tensors is None:
+            raise ValueError('init_from="target" needs the target\'s tensors')
+        copy_from_target(drafter, target_tensors)
+    return drafter
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LAYER_TENSORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+)
+COPYABLE = ("llama", "mistral", "qwen3")  # model types whose layers a Qwen3 layer can take over
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")  # absent in Llama and others without them
+
+
+def target_tensor_names(config: DrafterConfig) -> list[str]:
+    """Names, without any prefix, of the target tensors that `copy_from_target` reads; the head norms may be missing."""
+    last = range(config.num_target_layers - config.num_hidden_layers, config.num_target_layers)
+    return ["norm.weight", *(f"layers.{i}.{name}" for i in last for name in LAYER_TENSORS + HEAD_NORMS)]
+
+
+def read_target_tensors(info: TargetInfo, config: DrafterConfig) -> dict[str, Tensor]:
+    """The tensors of `target_tensor_names` from the target's safetensors files; nothing else is read.
+
+    Raises ConfigError for a target whose layers are not Qwen3's in all but the head norms (Gemma's norms scale by
+    1 + w, Qwen2's projections have biases), and for one without safetensors files.
+    """
+    how = 'use drafter.init_from = "random"'
+    if info.model_type not in COPYABLE:
+        raise ConfigError(
+            f'drafter.init_from = "target": layers of a {info.model_type} target are of another kind; {how}'
+        )
+    names = target_tensor_names(config)
+    found: dict[str, Tensor] = {}
+    for file in sorted(Path(info.path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (no mapping)
+                name = key.removeprefix("model.")
+                if name in names:
+                    found[name] = tensors.get_tensor(key)
+    if not found:
+        raise ConfigError(f'drafter.init_from = "target": no decoder layers in {info.path}/*.safetensors; {how}')
+    return found
+
+
+@torch.no_grad()
+def copy_from_target(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
+    """Starts a drafter from its target: the last n decoder layers, the final norm, and features of the last tap alone.
+
+    tensors: by `target_tensor_names`, in any float dtype. fc starts as the identity on the last recorded layer.
+    hidden_norm starts as the mean of the copied layers' input norms: in the target k_proj and v_proj read states after
+    that norm, which the drafter's context skips. ConfigError names a tensor that is missing or of another shape.
+    """
+    config = drafter.config
+    if config.num_hidden_layers > config.num_target_layers:
+        raise ConfigError(
+            f"drafter.layers ({config.num_hidden_layers}) exceeds the target's {config.num_target_layers}"
+        )
+    parameters = dict(drafter.named_parameters())
+    first = config.num_target_layers - config.num_hidden_layers
+    for i in range(config.num_hidden_layers):
+        for name in LAYER_TENSORS:
+            _copy(parameters[f"layers.{i}.{name}"], tensors, f"layers.{first + i}.{name}")
+        for name in HEAD_NORMS:
+            if f"layers.{first + i}.{name}" in tensors:
+                _copy(parameters[f"layers.{i}.{name}"], tensors, f"layers.{first + i}.{name}")
+    _copy(drafter.norm.weight, tensors, "norm.weight")
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
+    input_norms: list[Tensor] = [
+        parameters[f"layers.{i}.input_layernorm.weight"] for i in range(config.num_hidden_layers)
+    ]
+    drafter.hidden_norm.weight.copy_(torch.stack(input_norms).mean(0))
+
+
+def _copy(parameter: Tensor, tensors: Mapping[str, Tensor], name: str) -> None:
+    source = tensors.get(name)
+    if source is None or source.shape != parameter.shape or source.dtype not in FLOATS:
+        found = (
+            "is missing" if source is None else f"is {list(source.shape)} {source.dtype}, not {list(parameter.shape)}"
+        )
+        raise ConfigError(f'drafter.init_from = "target": the target\'s {name} {found}; use init_from = "random"')
+    parameter.copy_(source)

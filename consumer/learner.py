@@ -1,0 +1,367 @@
+"""What a rank does with a record: forward, loss and backward of its rows, then one optimiser step for all ranks.
+
+`Learner` is what the rank's loop (rank.py) knows of training; `DFlashLearner` is the DFlash drafter's. A record is cut
+into micro-batches of whole rows. Gradients and metrics only ever add up, unnormalised, until `step` divides them once
+by the weight summed over all ranks; so splits change nothing. What is drawn depends on (seed, epoch, row id) alone.
+
+A step, on each rank:    train_record(...) for its records;  sums() -> all-reduce;  reduce(group);  step(total, lr)
+An evaluation:           eval_record(...) for its records;   sums() -> all-reduce;  Summary.of(total);  discard()
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..common.errors import ConfigError, PacelineError
+from ..common.record import RecordMeta
+from ..common.runfile import RunFile
+from ..common.target import FrozenHead, as_dtype
+from ..common.target_info import TargetInfo
+from .anchors import Positions, draw_anchors
+from .blocks import Blocks, DenseAttention, FlexAttention, default_gamma, pack_blocks, to_device
+from .chains import run_chains
+from .drafter import (
+    Attend,
+    ContextKV,
+    Drafter,
+    DrafterConfig,
+    check_mask_token,
+    init_drafter,
+    pad_token_id,
+    read_target_tensors,
+)
+from .losses import SCALARS, Summary, accepted, block_sums, head_cross_entropy, head_hits, sums_size
+from .optim import MasterAdamW, MasterWeights, copy_strictly
+from .transfer import StateReader, view_states
+
+log = logging.getLogger(__name__)
+
+EVAL_EPOCH = 0  # evaluations draw the same anchors each time
+HEAD_CHUNK = {"cpu": 2**26, "cuda": 2**30}  # bytes of float32 logits at a time
+MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """finite: the step's loss and gradient were numbers, on all ranks alike. If not, nothing was changed."""
+
+    finite: bool
+    grad_norm: float  # of Σ w·CE / Σ w, before clipping
+    summary: Summary
+
+
+class Reducer(Protocol):
+    """The group of ranks (group.py)."""
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sums a tensor over the ranks, in place."""
+        ...
+
+
+class FrozenWeights(Protocol):
+    """The target's embedding and head, [V, H] each (`common.target.FrozenHead`)."""
+
+    @property
+    def embed_weight(self) -> Tensor: ...
+    @property
+    def head_weight(self) -> Tensor: ...
+
+
+class Learner(Protocol):
+    """A model in training, on one rank."""
+
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
+        """Adds a record's gradients and sums. On return its slot may be released."""
+        ...
+
+    def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
+        """Adds a record's sums, chains included; no gradients. On return its slot may be released."""
+        ...
+
+    def sums(self) -> NDArray[np.float64]:
+        """This rank's sums since the last step or `discard`: to be added up over ranks (`Summary.of`)."""
+        ...
+
+    def reduce(self, group: Reducer) -> None:
+        """Adds the ranks' gradients up. Every rank calls it, also one that had no record."""
+        ...
+
+    def step(self, total: NDArray[np.float64], lr: float) -> StepResult:
+        """Applies the reduced gradients; total: the ranks' added-up sums. Clears gradients and sums."""
+        ...
+
+    def discard(self) -> None:
+        """Drops the gradients and sums of an unfinished step."""
+        ...
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copies weights and optimiser state now; the result writes them into a folder, from any thread."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Takes weights and optimiser state from a folder that a snapshot wrote."""
+        ...
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: what the run file says, but float32 on a CPU without bfloat16 arithmetic.
+
+    There a bfloat16 matrix product takes a fallback 5 to 100 times slower than float32's. float16 is refused: summed
+    gradients pass its range and there is no loss scaling.
+    """
+    if name == "float16":
+        raise ConfigError('trainer.dtype = "float16" is not supported: use "bfloat16" or "float32"')
+    if name == "bfloat16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        log.warning("this CPU has no bfloat16 arithmetic: the drafter computes in float32")
+        return torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def micro_batches(lengths: NDArray[np.int64], wanted: NDArray[np.bool_], budget: int) -> list[tuple[int, int]]:
+    """Runs of rows (first, past the last) of at most `budget` tokens, one row at least; rows not wanted are in none."""
+    runs: list[tuple[int, int]] = []
+    tokens = 0
+    for row in np.flatnonzero(wanted).tolist():
+        tokens += int(lengths[row])
+        if runs and runs[-1][1] == row and tokens <= budget:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+            tokens = int(lengths[row])
+    return runs
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Consecutive rows of a record: one micro-batch. Indices count from the first row's first token."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    cu_seqlens: NDArray[np.int32]
+    anchors: list[Positions]  # of each row
+    start: int  # place of the first token in the record
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        return list(zip(self.cu_seqlens[:-1].tolist(), self.cu_seqlens[1:].tolist(), strict=True))
+
+
+class _Inputs(NamedTuple):
+    """A micro-batch's tables on the device; see `Blocks`."""
+
+    ids: Tensor
+    positions: Tensor
+    scored: Tensor
+    labels: Tensor
+    cells: Tensor
+    weights: Tensor
+
+
+class DFlashLearner:
+    """Trains a `Drafter` on records; the target's embedding and head stay frozen and are never written."""
+
+    def __init__(
+        self, run: RunFile, drafter: Drafter, head: FrozenWeights, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        """drafter: float32, with its first weights; it is taken over and moved. dtype: `compute_dtype`."""
+        self.config, self.drafter = drafter.config, drafter.to(device)
+        self.device = torch.device(device)
+        self._run = run
+        self._gamma = run.objective.gamma or default_gamma(self.config.block_size)
+        self._embedding = head.embed_weight.detach().to(self.device, dtype)
+        self._head = head.head_weight.detach().to(self.device, dtype)
+        self._chunk = HEAD_CHUNK[self.device.type]
+        self.weights = MasterWeights(self.drafter, dtype=dtype, device=self.device)
+        self._optimizer = MasterAdamW(self.weights, run.optimizer)
+        self._reader = StateReader(self.device, dtype)
+        self._sums = torch.zeros(sums_size(self.config.block_size), dtype=torch.float64, device=self.device)
+
+    # Records
+
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
+        micros = self._micro_batches(meta, epoch)
+        blocks = [self._pack(rows, rows.anchors) for rows in micros]
+        needed = [
+            max(1, packed.spans[-1].context_to) for packed in blocks
+        ]  # nothing sees what is after the last anchor
+        for rows, packed, features in zip(micros, blocks, self._features(meta, states, micros, needed), strict=True):
+            context = self.drafter.project_context(features, self._context_positions(rows, len(features)))
+            self._score(packed, context, len(rows.tokens)).backward()
+
+    @torch.no_grad()
+    def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
+        micros = self._micro_batches(meta, EVAL_EPOCH)
+        needed = [len(rows.tokens) for rows in micros]
+        for rows, features in zip(micros, self._features(meta, states, micros, needed), strict=True):
+            context = self.drafter.project_context(features, self._context_positions(rows, len(features)))
+            self._score(self._pack(rows, rows.anchors), context, len(rows.tokens))
+            self._chain(rows, context)
+
+    def _micro_batches(self, meta: RecordMeta, epoch: int) -> list[_Rows]:
+        cu, objective = meta.cu_seqlens, self._run.objective
+        anchors = [
+            draw_anchors(
+                meta.mask[cu[r] : cu[r + 1]],
+                seed=self._run.trainer.seed,
+                epoch=epoch,
+                row_id=int(row_id),
+                per_token=objective.anchors_per_token,
+                most=objective.max_anchors,
+            )
+            for r, row_id in enumerate(meta.row_ids)
+        ]
+        wanted = np.array([len(row) > 0 for row in anchors], bool)
+        runs = micro_batches(np.diff(cu).astype(np.int64), wanted, self._run.trainer.micro_tokens)
+        parts = [(first, past, slice(int(cu[first]), int(cu[past]))) for first, past in runs]
+        return [
+            _Rows(meta.tokens[at], meta.mask[at], cu[first : past + 1] - cu[first], anchors[first:past], at.start)
+            for first, past, at in parts
+        ]
+
+    def _features(
+        self, meta: RecordMeta, states: memoryview, micros: Sequence[_Rows], needed: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """Features of the first `needed` tokens of each micro-batch."""
+        view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
+        spans = [(rows.start, rows.start + count) for rows, count in zip(micros, needed, strict=True)]
+        return self._reader.features(view, len(meta.layer_ids), spans)
+
+    def _context_positions(self, rows: _Rows, count: int) -> Tensor:
+        """Position of each context token in its own document, int64 [count]."""
+        lengths = np.diff(rows.cu_seqlens)
+        at = np.arange(len(rows.tokens)) - np.repeat(rows.cu_seqlens[:-1], lengths)
+        return to_device([at[:count].astype(np.int64)], self.device)[0]
+
+    def _pack(self, rows: _Rows, anchors: Sequence[Positions]) -> Blocks:
+        return pack_blocks(
+            rows.tokens,
+            rows.mask,
+            rows.cu_seqlens,
+            anchors,
+            block_size=self.config.block_size,
+            mask_token_id=self.config.mask_token_id,
+            gamma=self._gamma,
+        )
+
+    def _hidden(self, blocks: Blocks, context: Sequence[ContextKV]) -> tuple[Tensor, _Inputs]:
+        """States [n, H] of the scored slots, and the tables that came along."""
+        columns = [blocks.ids, blocks.positions, blocks.scored, blocks.labels, blocks.cells]
+        ids, positions, scored, labels, cells = to_device(columns, self.device)
+        inputs = _Inputs(ids, positions, scored, labels, cells, to_device([blocks.weights], self.device)[0])
+        attend = self._attend(blocks, context[0][0].shape[1])
+        embeds = F.embedding(inputs.ids, self._embedding)
+        hidden = self.drafter.decode(embeds, inputs.positions, context, attend)
+        return hidden.index_select(0, inputs.scored), inputs
+
+    def _attend(self, blocks: Blocks, context: int) -> Attend:
+        if self.device.type == "cuda":
+            return FlexAttention(blocks, context, self.device, compiled=True)
+        return DenseAttention(blocks)
+
+    def _score(self, blocks: Blocks, context: Sequence[ContextKV], tokens: int) -> Tensor:
+        """Adds the blocks' sums and returns their Σ w·CE."""
+        hidden, inputs = self._hidden(blocks, context)
+        scored = head_cross_entropy(hidden, self._head, inputs.labels, inputs.weights, chunk_bytes=self._chunk)
+        self._sums += block_sums(
+            scored,
+            inputs.weights,
+            inputs.cells,
+            blocks=blocks.count,
+            block_size=self.config.block_size,
+            context_tokens=tokens,
+        )
+        return scored.loss
+
+    def _chain(self, rows: _Rows, context: Sequence[ContextKV]) -> None:
+        def accept(anchors: list[Positions]) -> NDArray[np.int64]:
+            blocks = self._pack(rows, anchors)
+            hidden, inputs = self._hidden(blocks, context)
+            hits = head_hits(hidden, self._head, inputs.labels, chunk_bytes=self._chunk)
+            return accepted(hits, inputs.cells, blocks.count, self.config.block_size).cpu().numpy().astype(np.int64)
+
+        chains = run_chains([rows.mask[start:stop] for start, stop in rows.bounds], accept)
+        self._sums[SCALARS.index("chain_accepted")] += chains.accepted
+        self._sums[SCALARS.index("chain_blocks")] += chains.blocks
+
+    # Steps
+
+    def sums(self) -> NDArray[np.float64]:
+        return self._sums.cpu().numpy().copy()
+
+    def reduce(self, group: Reducer) -> None:
+        group.all_reduce(self.weights.gradients)
+
+    def step(self, total: NDArray[np.float64], lr: float) -> StepResult:
+        summary = Summary.of(total)
+        finite = bool(np.isfinite(total).all())
+        norm = 0.0
+        if finite and summary.weight > 0:
+            norm = self._optimizer.step(lr, summary.weight)
+        self.discard()
+        return StepResult(finite and math.isfinite(norm), norm, summary)
+
+    def discard(self) -> None:
+        self.weights.gradients.zero_()
+        self._sums.zero_()
+
+    # State
+
+    def snapshot(self) -> Callable[[Path], None]:
+        model = _copied(self.weights.views(self.weights.masters))
+        optimizer = _copied(self._optimizer.state_dict())
+
+        def write(folder: Path) -> None:
+            save_file(model, folder / MODEL_FILE, metadata={"format": "pt"})
+            save_file(optimizer, folder / OPTIMIZER_FILE, metadata={"format": "pt"})
+
+        return write
+
+    def restore(self, folder: Path) -> None:
+        try:
+            model, optimizer = load_file(folder / MODEL_FILE), load_file(folder / OPTIMIZER_FILE)
+        except (OSError, SafetensorError) as error:
+            raise PacelineError(f"{folder}: unreadable weights or optimiser state ({error})") from error
+        self._optimizer.load_state_dict(optimizer)
+        copy_strictly(self.weights.views(self.weights.masters), model, f"{folder / MODEL_FILE}")
+        self.weights.publish()
+        self.discard()
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def build_learner(
+    run: RunFile,
+    info: TargetInfo,
+    layer_ids: Sequence[int],
+    *,
+    device: torch.device | str,
+    used_token: Callable[[int], bool] | None = None,
+) -> DFlashLearner:
+    """The learner of a run file, with its first weights: the same on every rank, whatever their number.
+
+    used_token: whether the prepared rows contain a token (`Rows.used_token`). Raises ConfigError for a mask token,
+    shape or target that does not fit.
+    """
+    device = torch.device(device)
+    config = DrafterConfig.from_target(info, run, layer_ids)
+    check_mask_token(config.mask_token_id, info, pad_token_id=pad_token_id(Path(info.path)), used_token=used_token)
+    dtype = compute_dtype(run.trainer.dtype, device)
+    start = run.drafter.init_from
+    tensors = read_target_tensors(info, config) if start == "target" else None
+    drafter = init_drafter(config, seed=run.trainer.seed, init_from=start, target_tensors=tensors)
+    trusted = run.target.trust_remote_code
+    head = FrozenHead.load(info.path, dtype=dtype, device=device, trust_remote_code=trusted)
+    return DFlashLearner(run, drafter, head, device=device, dtype=dtype)

@@ -1,0 +1,157 @@
+"""The objective: cross-entropy with decay through the frozen head, as sums, and what is counted beside it.
+
+    L = Σ w_k·CE_k / Σ w_k       over all scored slots of a step, on all ranks; w_k comes with the blocks
+
+Everything here is a sum over slots or blocks; the one division by the step's Σ w_k is the optimiser's, so neither
+loss nor gradient depends on how rows are split over micro-batches, records and ranks.
+
+`head_cross_entropy` never holds all logits: a chunk of slots is taken through the head, and its loss, its
+argmax and its gradient dh = w·(softmax - onehot)·W are computed before the next. W is frozen, so backward only
+scales the stored dh: the head costs two matrix products a slot, with no recomputation.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class HeadLoss(NamedTuple):
+    loss: Tensor  # [] Σ w·CE, differentiable in the hidden states
+    losses: Tensor  # [n] CE of each slot, detached
+    hits: Tensor  # [n] bool, argmax equals the label (the lowest id among equals)
+
+
+def head_cross_entropy(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor, *, chunk_bytes: int = 2**26
+) -> HeadLoss:
+    """Weighted cross-entropy sum of slots through a frozen head.
+
+    hidden [n, H]; head_weight [V, H] in the same dtype; labels [n] int64; weights [n]. Logits come out of the product
+    in that dtype; softmax and loss are float32 (float64 for float64). chunk_bytes bounds one chunk's
+    float32 logits; the peak is about twice that. n may be 0.
+    """
+    chunk = max(1, chunk_bytes // (4 * head_weight.shape[0]))
+    loss, losses, hits = _HeadCrossEntropy.apply(hidden, head_weight, labels, weights, chunk)
+    return HeadLoss(loss, losses, hits)
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = hidden.new_empty(len(labels), dtype=wide)
+        hits = torch.empty_like(labels, dtype=torch.bool)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for first in range(0, len(labels), chunk):
+            part = slice(first, first + chunk)
+            logits = (hidden[part] @ head_weight.T).to(wide)
+            label = labels[part, None]
+            hits[part] = logits.argmax(-1) == label[:, 0]
+            logits = torch.log_softmax(logits, -1)
+            losses[part] = -logits.gather(1, label)[:, 0]
+            if gradient is not None:
+                # The label's 1 is taken off before rounding: near certainty, p - 1 would vanish in bfloat16.
+                slope = logits.exp_().scatter_add_(1, label, logits.new_full((), -1).expand(label.shape))
+                gradient[part] = (slope.to(head_weight.dtype) @ head_weight) * weights[part, None]
+        ctx.save_for_backward(*([] if gradient is None else [gradient]))
+        ctx.mark_non_differentiable(losses, hits)
+        return (losses * weights).sum(), losses, hits
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0].to(gradient.dtype), None, None, None, None
+
+
+def head_hits(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, chunk_bytes: int = 2**26) -> Tensor:
+    """[n] bool: the head's argmax equals the label; `head_cross_entropy` without a loss."""
+    chunk = max(1, chunk_bytes // (4 * head_weight.shape[0]))
+    parts = [
+        (hidden[i : i + chunk] @ head_weight.T).argmax(-1) == labels[i : i + chunk]
+        for i in range(0, len(labels), chunk)
+    ]
+    return torch.cat(parts) if parts else torch.zeros_like(labels, dtype=torch.bool)
+
+
+def accepted(hits: Tensor, cells: Tensor, blocks: int, block_size: int) -> Tensor:
+    """[blocks] float32: Σ_k Π_{i≤k} hit_i, the slots of each block that greedy verification would accept.
+
+    hits [n] bool of the scored slots, cells [n] their places in the [blocks, block_size] table. Scored slots of a
+    block run from 1 without a gap; those beyond count as misses.
+    """
+    table = hits.new_zeros(blocks * block_size, dtype=torch.float32)
+    table[cells] = hits.float()
+    return table.view(blocks, block_size)[:, 1:].cumprod(1).sum(1)
+
+
+SCALARS = ("loss", "weight", "accepted", "blocks", "chain_accepted", "chain_blocks", "context_tokens")
+
+
+def sums_size(block_size: int) -> int:
+    """Length of a step's sums: SCALARS, then hits of slots 1..B-1, then how often each was scored."""
+    return len(SCALARS) + 2 * (block_size - 1)
+
+
+def block_sums(
+    scored: HeadLoss, weights: Tensor, cells: Tensor, *, blocks: int, block_size: int, context_tokens: int
+) -> Tensor:
+    """One micro-batch's sums as a float64 vector (see `sums_size`), on the device, without waiting for it."""
+    slots = cells % block_size - 1
+    per_slot = scored.losses.new_zeros(2, block_size - 1, dtype=torch.float64)
+    per_slot[0].index_add_(0, slots, scored.hits.double())
+    per_slot[1].index_add_(0, slots, torch.ones_like(scored.losses, dtype=torch.float64))
+    right = accepted(scored.hits, cells, blocks, block_size).sum(dtype=torch.float64)
+    counts = per_slot.new_zeros(len(SCALARS))
+    counts[:3] = torch.stack([scored.loss.detach().double(), weights.sum(dtype=torch.float64), right])
+    counts[SCALARS.index("blocks")] = blocks
+    counts[SCALARS.index("context_tokens")] = context_tokens
+    return torch.cat([counts, per_slot.flatten()])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Averages of a step or an evaluation. A mean over nothing is 0, so a rank without an anchor breaks no average.
+
+    tau: 1 + mean over drawn blocks of Σ_k Π_{i≤k} [argmax q_i = label]; slots beyond the supervised text or the
+    document count as misses. tau_chain: the same mean over chained blocks (chains.py), which is what greedy decoding
+    of the recorded answers would accept. Both count the bonus token.
+    """
+
+    loss: float
+    accuracy: float
+    accuracy_per_slot: tuple[float, ...]  # slots 1..B-1
+    tau: float
+    tau_chain: float | None  # None where no chain was run: training steps
+    weight: float
+    scored_slots: int
+    blocks: int
+    context_tokens: int
+
+    @classmethod
+    def of(cls, sums: NDArray[np.float64]) -> "Summary":
+        """sums: `sums_size` float64, added up over micro-batches and ranks."""
+        total = dict(zip(SCALARS, sums.tolist(), strict=False))
+        hits, counts = sums[len(SCALARS) :].reshape(2, -1)
+        per_slot = np.divide(hits, counts, out=np.zeros_like(hits), where=counts > 0)
+        chained = total["chain_blocks"]
+        return cls(
+            loss=_mean(total["loss"], total["weight"]),
+            accuracy=_mean(float(hits.sum()), float(counts.sum())),
+            accuracy_per_slot=tuple(per_slot.tolist()),
+            tau=1 + _mean(total["accepted"], total["blocks"]) if total["blocks"] else 0.0,
+            tau_chain=1 + _mean(total["chain_accepted"], chained) if chained else None,
+            weight=total["weight"],
+            scored_slots=int(counts.sum()),
+            blocks=int(total["blocks"]),
+            context_tokens=int(total["context_tokens"]),
+        )
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else 0.0

@@ -1,0 +1,166 @@
+"""One trainer rank as a process: `python -m paceline.consumer.rank`, started by the trainer's main process alone.
+
+It dies with the main process, holds its rank's lock for life, joins the other ranks, loads the checkpoint and runs the
+loop (training.py). Imports no torch by itself.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..common import paths
+from ..common.batch import Kind
+from ..common.errors import PacelineError
+from ..common.locks import FileLock, held_by
+from ..common.plan import plan_from
+from ..common.rows import Rows
+from ..common.runfile import RunFile
+from .check import RecordCheck
+from .checkpoint import load_state
+from .group import Group, LocalGroup, TorchGroup
+from .job import RankJob, Reports
+from .source import RecordSource
+from .stop import StopFlag, StopRequested
+from .training import Boundary, Ending, Learner, Training
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends; exit if it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+class DFlash:
+    """A `DFlashLearner` as the loop calls it: with the step's learning rate, metrics by name, and rings page-locked."""
+
+    def __init__(self, job: RankJob, run: RunFile, rows: Rows):
+        import torch  # the first import of it in this process
+
+        from ..common.target_info import target_info
+        from . import learner, losses, optim, transfer
+
+        if run.trainer.threads:
+            torch.set_num_threads(run.trainer.threads)
+        self._device, self._settings = torch.device(job.device), run.optimizer
+        self._torch, self._lr_at, self._summary, self._transfer = torch, optim.lr_at, losses.Summary.of, transfer
+        info = target_info(run.target.path, run.target.trust_remote_code)
+        self._learner = learner.build_learner(run, info, job.layer_ids, device=self._device, used_token=rows.used_token)
+        self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
+        self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard
+        self.snapshot, self.restore = self._learner.snapshot, self._learner.restore
+
+    def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
+        lr = self._lr_at(step, total_steps, self._settings)
+        result = self._learner.step(total, lr)
+        return result.finite, {"lr": lr, "grad_norm": result.grad_norm, **self._metrics(total)}
+
+    def eval_metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
+        return self._metrics(total)
+
+    def _metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
+        summary = self._summary(total)
+        values = {
+            "loss": summary.loss,
+            "acc": summary.accuracy,
+            "acc_slot": list(summary.accuracy_per_slot),
+            "tau": summary.tau,
+            "anchors": summary.blocks,
+        }
+        return values if summary.tau_chain is None else values | {"tau_chain": summary.tau_chain}
+
+    def drafter_config(self) -> dict[str, Any]:
+        return self._learner.config.to_dict()
+
+    def peak_memory(self) -> int:
+        if self._device.type == "cuda":
+            return self._torch.cuda.max_memory_allocated(self._device)
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def map_ring(self, address: int, size: int) -> None:
+        if self._device.type == "cuda":
+            self._transfer.register_host(address, size)
+
+    def unmap_ring(self, address: int, size: int) -> None:
+        if self._device.type == "cuda":
+            self._transfer.unregister_host(address, size)
+
+
+MakeLearner = Callable[[RankJob, RunFile, Rows], Learner]
+MakeGroup = Callable[[RankJob], Group]
+
+
+def join_group(job: RankJob) -> Group:
+    return LocalGroup() if job.world == 1 else TorchGroup(job.rank, job.world, Path(job.store), job.device)
+
+
+def main(make_learner: MakeLearner = DFlash, make_group: MakeGroup = join_group) -> int:
+    """The rank process. Returns its exit code."""
+    flag = StopFlag()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's: it tells its ranks
+    flag.install(signal.SIGTERM)
+    job = RankJob.from_json(sys.stdin.read())
+    die_with_parent(job.parent)
+    reports = Reports(job.reports)
+    reports.doing("starting")
+    try:
+        ending = _run(job, reports, flag, make_learner, make_group)
+    except StopRequested:
+        ending = Ending("stopped")
+    except PacelineError as error:
+        print(f"paceline: rank {job.rank}: {error}", file=sys.stderr, flush=True)
+        reports.end("crashed", str(error))
+        return error.exit_code
+    reports.end(ending.kind, ending.why)
+    return 1 if ending.kind == "failed" else 0
+
+
+def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearner, make_group: MakeGroup) -> Ending:
+    run = RunFile.model_validate(job.run)
+    lock = FileLock(paths.rank_lock(run, job.rank), f"rank {job.rank} of run {run.name}")
+    if not lock.acquire():
+        raise PacelineError(f"rank {job.rank} of run {run.name} is running already: {held_by(lock.path)}")
+    with flag.interruptible():
+        rows = Rows.open(job.rows)
+        plan = plan_from(run, rows)
+        boundary = Boundary(None)
+        group = make_group(job)
+        learner = make_learner(job, run, rows)
+        if job.checkpoint is not None:
+            boundary = Boundary.of(load_state(Path(job.checkpoint)))
+            learner.restore(Path(job.checkpoint))
+        boundary.phase = None if job.phase is None else (Kind(job.phase[0]), job.phase[1])
+    source = RecordSource(
+        rank=job.rank,
+        trainer=job.trainer,
+        address=paths.ranks_address(run),
+        ring_dir=paths.ring_dir(run),
+        check=RecordCheck(plan, rows, job.expected),
+        phase=boundary.phase,
+        next_phase=plan.next_phase,
+        skip_limit=run.trainer.skip_limit,
+        on_map=learner.map_ring,
+        on_unmap=learner.unmap_ring,
+    )
+    source.start()
+    try:
+        ending = Training(job, run, plan, learner, group, source, reports, flag, boundary).run()
+    finally:
+        source.close()
+    if ending.kind == "finished":
+        group.close()  # after a stop others may be gone, and NCCL would wait for them
+    return ending
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""The loop of one rank: records in, gradients together with the other ranks, steps, checkpoints.
+
+    for each phase of the plan (an optimiser step, or an evaluation):
+        records   next -> train (accumulate) -> release, until the feed says that the phase has no more for this rank
+        gather    batch ids, listed ones with reasons, is all finite, does anyone stop    -> the same on all ranks
+        step      sums and gradients are all-reduced; one optimiser step, or the batches are listed
+        told      ledger on all ranks alike; rank 0 tells feed and main process, and writes the checkpoint when due
+
+Everything that a checkpoint holds changes in one place, after the gather: so whatever interrupts a phase, this rank's
+weights and ledger are those of the last step boundary, and that is what is saved. Imports no torch: the learner does.
+"""
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..common import paths, wire
+from ..common.batch import BatchId, Kind
+from ..common.errors import PacelineError
+from ..common.faults import point
+from ..common.plan import Plan
+from ..common.record import RecordMeta
+from ..common.runfile import RunFile
+from .checkpoint import Checkpointer, CheckpointError, CheckpointState, Write
+from .group import Group, GroupError
+from .job import RankJob, Reports, versions
+from .ledger import Ledger
+from .source import BadWorker, FeedStopped, Phase, RecordSource
+from .stop import StopFlag, StopRequested
+
+FIRST_PHASE: Phase = (Kind.TRAIN, 0)
+
+
+class Learner(Protocol):
+    """What a rank trains (learner.py). All ranks make the same calls in the same order, but for their records."""
+
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
+        """Add the record's unnormalised gradients and sums. On return nothing reads `states` any more."""
+        ...
+
+    def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
+        """Add the record's sums. On return nothing reads `states` any more."""
+        ...
+
+    def sums(self) -> NDArray[np.float64]:
+        """This rank's sums since the last step or `discard`; added over ranks, they are the phase's."""
+        ...
+
+    def reduce(self, group: Group) -> None:
+        """Add the gradients up over the ranks."""
+        ...
+
+    def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
+        """Step `step` (from 0) with the summed gradients and sums, which it clears. Whether all was finite (if not,
+        nothing else has changed), and the step's metrics: numbers or lists of them, the same on all ranks."""
+        ...
+
+    def eval_metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
+        """Metrics of an evaluation from its summed sums."""
+        ...
+
+    def discard(self) -> None:
+        """Clear gradients and sums."""
+        ...
+
+    def drafter_config(self) -> dict[str, Any]:
+        """For state.json."""
+        ...
+
+    def peak_memory(self) -> int:
+        """Most bytes used so far: of the GPU, or resident."""
+        ...
+
+    def snapshot(self) -> Write:
+        """What writes the present weights and optimiser, whatever training does meanwhile."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Take weights and optimiser from a checkpoint."""
+        ...
+
+    def map_ring(self, address: int, size: int) -> None:
+        """A ring has been mapped: its records will be read there."""
+        ...
+
+    def unmap_ring(self, address: int, size: int) -> None:
+        """A ring is about to be unmapped."""
+        ...
+
+
+@dataclass
+class Boundary:
+    """What a checkpoint holds beside the weights: as of the last completed phase."""
+
+    phase: Phase | None
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    evaluated: int | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: CheckpointState) -> "Boundary":
+        ledger = Ledger.from_json(state.ledger)
+        return cls(state.phase, state.step, state.seconds, state.tokens, state.evaluated, ledger, dict(state.metrics))
+
+
+@dataclass
+class Collected:
+    """One rank's part of a phase, as the others are told."""
+
+    batches: list[int] = field(default_factory=list)
+    listed: list[list[Any]] = field(default_factory=list)
+    finite: bool = True
+    stop: str = ""  # why the run stops before this phase is complete: "signal", or what is wrong
+    last: bool = False  # from rank 0: the run's time is over after this phase
+    tokens: int = 0
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    memory: int = 0  # bytes, at most so far
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why the loop ended: finished, hours, stopped (by a signal) or failed."""
+
+    kind: str
+    why: str = ""
+
+
+class Training:
+    """The loop of one rank."""
+
+    def __init__(
+        self,
+        job: RankJob,
+        run: RunFile,
+        plan: Plan,
+        learner: Learner,
+        group: Group,
+        source: RecordSource,
+        reports: Reports,
+        flag: StopFlag,
+        boundary: Boundary,
+    ):
+        self._job, self._run, self._plan = job, run, plan
+        self._learner, self._group, self._source = learner, group, source
+        self._reports, self._flag = reports, flag
+        self._at = boundary
+        self._ending: Ending | None = None
+        self._skipped = 0  # steps in a row without an update
+        self._began = self._phase_began = time.monotonic()
+        self._before = boundary.seconds
+        settings = run.checkpoint
+        self._keeper = Checkpointer(
+            paths.checkpoint_dir(run), keep_last=settings.keep_last, keep_best=settings.keep_best
+        )
+        self._saved = (boundary.step, boundary.phase)  # what the last checkpoint asked for holds
+        self._saved_at = time.monotonic()
+
+    def run(self) -> Ending:
+        """Train to the end of the plan, of the run's time, or to a stop; then write the last checkpoint.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+        """
+        while self._at.phase is not None and self._ending is None:
+            self._phase_began = time.monotonic()
+            self._run_phase(*self._at.phase)
+            if self._job.rank == 0:
+                self._save_if_due()
+        ending = self._ending or Ending("finished")
+        self._learner.discard()
+        if self._job.rank == 0:
+            self._save_last()
+        self._keeper.close()
+        return ending
+
+    # A phase
+
+    def _run_phase(self, kind: Kind, number: int) -> None:
+        mine = self._collect((kind, number))
+        self._reports.doing("gather")
+        try:
+            everyone = [_collected(found) for found in self._group.all_gather(asdict(mine))]
+        except GroupError:
+            if not mine.stop:
+                raise
+            everyone = [mine]  # the others have gone already; this rank's boundary is as good as theirs
+        if stop := next((one.stop for one in everyone if one.stop), ""):
+            self._ending = Ending("stopped") if stop == "signal" else Ending("failed", stop)
+            return
+        point("rank.gathered-not-stepped")
+        self._reports.doing("step")
+        batches = [BatchId.unpack(word) for one in everyone for word in one.batches]
+        listed = {BatchId.unpack(word): reason for one in everyone for word, reason in one.listed}
+        self._check_whole(kind, number, batches, listed)
+        if kind is Kind.TRAIN:
+            values = self._step(number, batches, listed, all(one.finite for one in everyone))
+            self._at.step = number + 1
+            self._at.tokens += sum(one.tokens for one in everyone)
+        else:
+            values = self._evaluation(number)
+        self._at.phase = self._plan.next_phase(kind, number)
+        self._at.seconds = self._before + time.monotonic() - self._began
+        self._tell(kind, number, batches, listed, values | self._rates(everyone))
+        if everyone[0].last:
+            self._ending = Ending("hours", f"trainer.max_hours ({self._run.trainer.max_hours}) is over")
+
+    def _collect(self, phase: Phase) -> Collected:
+        """Train or evaluate this rank's records of the phase; a stop leaves it incomplete, and it will be dropped."""
+        mine = Collected()
+        try:
+            self._take_records(phase, mine)
+        except StopRequested:
+            mine.stop = "signal"
+        except (BadWorker, FeedStopped) as error:
+            mine.stop = str(error)
+        mine.listed = [[batch.pack(), reason] for batch, reason in self._source.listed(phase)]
+        mine.finite = bool(np.isfinite(self._learner.sums()).all())
+        mine.memory = self._learner.peak_memory()
+        hours = self._run.trainer.max_hours
+        mine.last = hours is not None and self._before + time.monotonic() - self._began >= 3600 * hours
+        return mine
+
+    def _take_records(self, phase: Phase, mine: Collected) -> None:
+        kind, number = phase
+        while True:
+            self._reports.doing("data")
+            asked = time.monotonic()
+            record = self._source.next(phase, self._waiting)
+            given = time.monotonic()
+            mine.data_s += given - asked
+            if record is None:
+                return
+            self._reports.doing("compute")
+            with self._flag.interruptible():
+                if kind is Kind.TRAIN:
+                    self._learner.train_record(record.meta, record.states, self._plan.epoch_of(number))
+                else:
+                    self._learner.eval_record(record.meta, record.states)
+            self._source.release(record)
+            mine.batches.append(record.batch.pack())
+            mine.tokens += record.tokens
+            mine.compute_s += time.monotonic() - given
+
+    def _waiting(self) -> None:
+        """Called while there is no record. Signals are not let in there: the lock that it waits on could stay held."""
+        if self._flag.requested is not None:
+            raise StopRequested
+        self._reports.alive()
+
+    def _check_whole(self, kind: Kind, number: int, batches: list[BatchId], listed: dict[BatchId, str]) -> None:
+        """A phase holds exactly its records, each once and none done before: else nothing may be learnt from it."""
+        everything = [*batches, *listed]
+        wanted = self._plan.eval_batches if kind is Kind.EVAL else self._plan.step_batches(number)
+        group = number if kind is Kind.EVAL else self._plan.epoch_of(number)
+        strangers = [b for b in everything if (b.kind, b.number) != (kind, group) or self._at.ledger.done(b)]
+        if len(everything) != wanted or len(set(everything)) != wanted or strangers:
+            raise PacelineError(
+                f"{kind.name.lower()} phase {number} was given {len(everything)} records, not {wanted} of its own: "
+                f"{', '.join(map(str, sorted(everything)))}"
+            )
+
+    def _step(self, step: int, batches: list[BatchId], listed: dict[BatchId, str], finite: bool) -> dict[str, Any]:
+        """One optimiser step, or its batches are moved to `listed`; the ledger follows."""
+        values: dict[str, Any] = {}
+        if finite and batches:
+            total = self._learner.sums()
+            self._group.all_reduce(total)
+            self._learner.reduce(self._group)
+            finite, values = self._learner.step(total, step, self._plan.total_steps)
+        else:
+            self._learner.discard()
+        if not finite:
+            listed |= dict.fromkeys(batches, f"loss or gradient of step {step} was not finite")
+            batches.clear()
+        self._at.ledger.record(batches, listed)
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped >= self._run.trainer.skip_limit:
+            self._ending = Ending(
+                "failed",
+                f"{self._skipped} steps in a row had a loss or gradient that was not finite (trainer.skip_limit); "
+                f"their batches are listed and the weights are those before step {step + 1 - self._skipped}",
+            )
+        return values | {"skipped": float(not finite)}
+
+    def _evaluation(self, number: int) -> dict[str, Any]:
+        total = self._learner.sums()
+        self._group.all_reduce(total)
+        self._learner.discard()
+        self._at.evaluated = number
+        return self._learner.eval_metrics(total)
+
+    def _rates(self, everyone: list[Collected]) -> dict[str, Any]:
+        wall = max(1e-9, time.monotonic() - self._phase_began)
+        busy = sum(one.compute_s for one in everyone) / len(everyone)
+        waited = sum(one.data_s for one in everyone) / len(everyone)
+        records, tokens = sum(len(one.batches) for one in everyone), sum(one.tokens for one in everyone)
+        return {
+            "seconds": wall,
+            "records": records,
+            "tokens": tokens,
+            "total_tokens": self._at.tokens,
+            "tokens_per_s": tokens / wall,
+            "records_per_s": records / wall,
+            "wait_data": min(1.0, waited / wall),
+            "wait_gpu": min(1.0, busy / wall),
+            "peak_memory": max(one.memory for one in everyone),
+        }
+
+    def _tell(
+        self, kind: Kind, number: int, batches: list[BatchId], listed: dict[BatchId, str], values: dict[str, Any]
+    ) -> None:
+        """The feed learns what is done, the main process also how it went."""
+        self._source.leave((kind, number))
+        if (anchors := values.get("anchors")) is not None:
+            values["anchors_per_s"] = anchors / values["seconds"]
+        numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+        self._at.metrics |= {key: value for key, value in numbers.items() if math.isfinite(value)}
+        if self._job.rank:
+            return
+        self._source.done(
+            wire.Done(
+                rank=0,
+                trainer=self._job.trainer,
+                kind=int(kind),
+                number=number,
+                trained=tuple(batch.pack() for batch in batches),
+                listed=tuple(wire.Listed(batch.pack(), reason) for batch, reason in listed.items()),
+                metrics=numbers,
+            )
+        )
+        values["elapsed"] = self._at.seconds
+        self._reports.phase(kind, number, values, listed)
+
+    # Checkpoints (rank 0)
+
+    def _save_if_due(self) -> None:
+        if outcome := self._keeper.poll():
+            self._reports.checkpoint(outcome)
+        phase, settings = self._at.phase, self._run.checkpoint
+        evaluation_next = phase is not None and phase[0] is Kind.EVAL  # its tau_chain decides what is kept
+        if self._keeper.busy or evaluation_next or phase is None or self._ending is not None:
+            return
+        every, minutes = settings.every_steps, settings.every_minutes
+        by_steps = every is not None and self._at.step // every > self._saved[0] // every
+        by_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        if by_steps or (by_time and self._at.step > self._saved[0]):
+            self._save()
+
+    def _save(self) -> None:
+        self._reports.doing("saving")
+        self._saved, self._saved_at = (self._at.step, self._at.phase), time.monotonic()
+        self._keeper.save(self._state(), self._learner.snapshot())
+
+    def _save_last(self) -> None:
+        self._await_save()
+        if self._saved != (self._at.step, self._at.phase):
+            self._save()
+            if error := self._await_save():
+                raise CheckpointError(error)
+
+    def _await_save(self) -> str:
+        """Wait for the write in progress; why it failed, or nothing."""
+        self._reports.doing("saving")
+        outcome = None
+        while self._keeper.pending and (outcome := self._keeper.wait(1.0)) is None:
+            self._reports.alive()
+        if outcome is None:
+            return ""
+        self._reports.checkpoint(outcome)
+        if outcome.path is None:
+            self._saved = (-1, None)  # nothing holds that boundary
+            return outcome.error
+        return ""
+
+    def _state(self) -> CheckpointState:
+        at, run = self._at, self._run
+        return CheckpointState(
+            name=run.name,
+            run_id=self._job.run_id,
+            step=at.step,
+            phase=at.phase,
+            seconds=at.seconds,
+            tokens=at.tokens,
+            evaluated=at.evaluated,
+            ledger=at.ledger.to_json(),
+            rng={"seed": run.trainer.seed},
+            fingerprint=self._job.fingerprint,
+            drafter=self._learner.drafter_config(),
+            run=run.model_dump(mode="json"),
+            versions=versions(),
+            metrics=dict(at.metrics),
+        )
+
+
+def _collected(found: dict[str, Any]) -> Collected:
+    return Collected(**found)

@@ -1,0 +1,127 @@
+"""Hidden states from a ring slot to the device of a rank, one micro-batch ahead of the computation.
+
+    CPU    a strided copy out of the slot: nothing that is returned points into it
+    CUDA   one asynchronous copy a layer straight out of the slot, on a stream of its own, into one of two landing
+           buffers; the next micro-batch lands while this one computes, and the GPU never holds more than two
+
+A slot may be released when `features` is exhausted: the last copy's event has then completed. With the ring's mapping
+registered (`register_host`) copies run at the bus's speed beside the computation; unregistered they work, slower.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.errors import PacelineError
+
+REGISTER_BYTES = 2**36  # one registration's limit: the driver refuses larger pieces on some machines
+
+
+def register_host(address: int, length: int) -> None:
+    """Page-locks a ring's mapping for direct copies. Raises PacelineError with CUDA's reason; nothing stays registered.
+
+    address, length: of the whole mapping (`Ring.mapping()`), which must stay mapped until `unregister_host`.
+    """
+    cudart: Any = torch.cuda.cudart()
+    done: list[int] = []
+    for start in range(address, address + length, REGISTER_BYTES):
+        code = int(cudart.cudaHostRegister(start, min(REGISTER_BYTES, address + length - start), 0))
+        if code:
+            reason = cudart.cudaGetErrorString(cudart.cudaError(code))
+            for earlier in done:
+                cudart.cudaHostUnregister(earlier)
+            _clear_error()
+            raise PacelineError(f"cannot page-lock {length} bytes of a ring: {reason} (limit of locked memory?)")
+        done.append(start)
+
+
+def unregister_host(address: int, length: int) -> None:
+    """Undoes `register_host`. To be called before the mapping is closed."""
+    cudart: Any = torch.cuda.cudart()
+    for start in range(address, address + length, REGISTER_BYTES):
+        if int(cudart.cudaHostUnregister(start)):
+            _clear_error()
+
+
+def _clear_error() -> None:
+    """Takes CUDA's last error away, which would otherwise be reported by the next, innocent kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+
+
+def view_states(states: memoryview, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """A record's states [planes, T, H] as a tensor on the slot itself. It must be gone before the slot is released."""
+    count = shape[0] * shape[1] * shape[2]
+    return torch.frombuffer(states, dtype=dtype, count=count).view(shape)
+
+
+class StateReader:
+    """Reads micro-batches of a record's states into features on the device; see the module's docstring."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """dtype: of the features that come out; what is recorded may be of another."""
+        self._device, self._dtype = device, dtype
+        self._landing: _Landing | None = None
+
+    def features(self, states: Tensor, layers: int, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """For each token span (from, to): features [to - from, layers·H] of the first `layers` planes of `states`."""
+        if self._device.type != "cuda":
+            for start, stop in spans:
+                yield _side_by_side(states[:layers, start:stop], self._dtype)
+            return
+        longest = max((stop - start for start, stop in spans), default=0)
+        if self._landing is None or not self._landing.holds(states, layers, longest):
+            self._landing = _Landing(self._device, states, layers, longest)
+        yield from self._landing.run(states, spans, self._dtype)
+
+
+def _side_by_side(planes: Tensor, dtype: torch.dtype) -> Tensor:
+    """[K, t, H] to [t, K·H], always a copy."""
+    layers, tokens, hidden = planes.shape
+    features = torch.empty(tokens, layers, hidden, dtype=dtype, device=planes.device)
+    features.copy_(planes.transpose(0, 1))
+    return features.view(tokens, layers * hidden)
+
+
+class _Landing:
+    """Two device buffers [layers, tokens, H] and the stream that fills them in turn."""
+
+    def __init__(self, device: torch.device, like: Tensor, layers: int, tokens: int) -> None:
+        shape = (layers, -(-tokens // 1024) * 1024, like.shape[2])
+        self._buffers = [torch.empty(shape, dtype=like.dtype, device=device) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device)
+        self._copied, self._read = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+        for event in self._read:
+            event.record(torch.cuda.current_stream(device))
+
+    def holds(self, like: Tensor, layers: int, tokens: int) -> bool:
+        buffer = self._buffers[0]
+        fits = buffer.shape[0] == layers and buffer.shape[1] >= tokens and buffer.shape[2] == like.shape[2]
+        return fits and buffer.dtype == like.dtype
+
+    def run(self, states: Tensor, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yields each span's features. A buffer is filled again as soon as its planes have been put side by side."""
+        compute = torch.cuda.current_stream(self._buffers[0].device)
+        try:
+            for i, (start, stop) in enumerate(spans):
+                if i == 0:
+                    self._fill(0, states, *spans[0])
+                if i + 1 < len(spans):
+                    self._fill((i + 1) % 2, states, *spans[i + 1])
+                compute.wait_event(self._copied[i % 2])
+                features = _side_by_side(self._buffers[i % 2][:, : stop - start], dtype)
+                self._read[i % 2].record(compute)
+                yield features
+        finally:
+            self._stream.synchronize()
+
+    def _fill(self, side: int, states: Tensor, start: int, stop: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._read[side])
+            for target, plane in zip(self._buffers[side], states, strict=False):
+                target[: stop - start].copy_(plane[start:stop], non_blocking=True)
+            self._copied[side].record(self._stream)

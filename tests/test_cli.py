@@ -1,0 +1,288 @@
+"""The command line: exit codes, one-line errors, lazy start, status, rings and clean."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from paceline.common import __version__, cli, paths
+from paceline.common.cli import main
+from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.locks import FileLock
+from paceline.common.telemetry import write_status
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
+    monkeypatch.setattr(paths, "SYSTEM_RUNTIME", tmp_path / "no-system-runs")
+    monkeypatch.delenv("PACELINE_DEBUG", raising=False)
+    return tmp_path / "rt"
+
+
+@pytest.fixture
+def run_path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'name = "t"\noutput = "out"\n[target]\npath = "org/m"\n[data]\nfiles = ["d.jsonl"]\n'
+        f'[stream]\nring_dir = "{tmp_path / "rings"}"\n'
+    )
+    return path
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> None:
+    module = ModuleType(name)
+    module.__dict__.update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code and the one line on stderr of a command that must fail."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    assert code and out == "" and err.startswith("paceline: ") and err.count("\n") == 1
+    return code, err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["up", "--help"], ["prepare", "-h"], ["rings", "nope"], ["status"]]
+)
+def test_starts_without_heavy_imports(arguments: list[str]) -> None:
+    heavy = ["torch", "transformers", "pyarrow", "pydantic", "numpy", "zmq"]
+    script = (
+        "import sys; from paceline.common.cli import main; main(sys.argv[1:]); "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"paceline {__version__}\n"
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in ("init", "prepare", "up", "producer", "consumer", "rings", "status", "audit", "clean"):
+        assert f"\n  {command}" in shown
+    assert "..." not in shown.partition("Commands:")[2], "every command's help fits its line"
+
+
+def test_usage_errors(capsys: pytest.CaptureFixture[str], run_path: Path) -> None:
+    assert fail(capsys, "nope") == (2, "paceline: No such command 'nope'. (see paceline --help)\n")
+    assert fail(capsys, "up")[0] == 2
+    assert fail(capsys, "producer", str(run_path), "--worker", "-1")[0] == 2
+    code, error = fail(capsys, "up", str(run_path), "--set", "trainer.epochs")
+    assert code == 2 and "key=value" in error
+    assert fail(capsys, "prepare", "a.jsonl")[0] == 2
+    assert fail(capsys, "rings", "--json", "--watch", "t")[0] == 2
+
+
+def test_configuration_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path, run_path: Path) -> None:
+    for command in ("up", "producer", "consumer", "prepare"):
+        code, error = fail(capsys, command, str(tmp_path / "nope.toml"))
+        assert code == 78 and "no such run file" in error
+        code, error = fail(capsys, command, str(run_path), "--set", "stream.slot=3")
+        assert code == 78 and "did you mean stream.slots?" in error
+
+
+def test_children_get_the_run_and_return_their_code(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def worker(run, index):
+        calls.append(("worker", run.trainer.epochs, index))
+        return 3
+
+    def trainer(run, resume):
+        calls.append(("trainer", run.name, resume))
+        return 4
+
+    stand_in(monkeypatch, "paceline.producer.worker", main=worker)
+    stand_in(monkeypatch, "paceline.consumer.trainer", main=trainer)
+    assert main(["producer", str(run_path), "--worker", "2", "--set", "trainer.epochs=9"]) == 3
+    assert main(["consumer", str(run_path), "--resume", "ck"]) == 4
+    assert calls == [("worker", 9, 2), ("trainer", "t", "ck")]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("bad\nlayer"), 78), (PacelineError("lost"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_errors_of_commands(
+    run_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+) -> None:
+    def trainer(run, resume):
+        raise error
+
+    stand_in(monkeypatch, "paceline.consumer.trainer", main=trainer)
+    assert main(["consumer", str(run_path)]) == code
+    shown = capsys.readouterr().err.strip()
+    assert shown == ("" if code == 130 else f"paceline: {' '.join(str(error).split())}")
+    monkeypatch.setenv("PACELINE_DEBUG", "1")
+    assert main(["consumer", str(run_path)]) == code
+    assert ("Traceback" in capsys.readouterr().err) == (code != 130)
+
+
+def test_faults_of_paceline_keep_their_traceback(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "paceline.consumer.trainer", main=lambda run, resume: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["consumer", str(run_path)])
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    command = f"{sys.executable} -m paceline.common.cli --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode in (0, 1) and done.stderr == ""
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], clean: bool) -> None:
+    report = SimpleNamespace(clean=clean, text=lambda: "12 trained", json=lambda: '{"trained": 12}')
+    stand_in(monkeypatch, "paceline.consumer.audit", audit=lambda path: report)
+    assert main(["audit", "ck"]) == (0 if clean else 1)
+    assert main(["audit", "ck", "--json"]) == (0 if clean else 1)
+    assert capsys.readouterr().out == '12 trained\n{"trained": 12}\n'
+
+
+def test_init(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my.toml", "--target", "Qwen/Qwen3-8B", "--gpus", "4"]) == 0
+    assert capsys.readouterr().out == "wrote my.toml\nnext: paceline up my.toml\n"
+    assert "3-1 (3 target workers, 1 trainer rank), 4 GPUs" in Path("my.toml").read_text()
+    code, error = fail(capsys, "init", "my.toml", "--target", "t")
+    assert code == 78 and "--force replaces it" in error
+    assert main(["init", "my.toml", "--target", "t", "--gpus", "0", "--force"]) == 0
+    assert "set drafter.mask_token_id" in capsys.readouterr().out
+    code, error = fail(capsys, "init", "bad.toml", "--target", "t", "--name", "No Good")
+    assert code == 78 and not Path("bad.toml").exists()
+
+
+def test_init_elsewhere_keeps_paths_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.common.runfile import load
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "chat.jsonl").touch()
+    assert main(["init", "runs/a.toml", "--target", "model", "--data", "chat.jsonl", "--gpus", "1"]) == 0
+    run = load("runs/a.toml")
+    assert Path(run.target.path).samefile("model") and Path(run.data.files[0]).samefile("chat.jsonl")
+
+
+# Status
+
+
+def test_status(runtime: Path, run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = paths.run_dir("t")
+    values = {"state": "training", "step": 5, "total_steps": 10, "loss": 1.5, "updated": time.time(), "wait_data": 0.5}
+    values |= {"workers": 2, "ranks": 1, "slots": 3, "tokens_per_s": 1500.0, "epoch": 0.5, "epochs": 6, "eta_s": 60.0}
+    write_status(folder / "status.json", values)
+    with FileLock(folder / "consumer.lock", "trainer of run t") as lock:
+        assert lock.acquire()
+        assert main(["status", str(run_path)]) == 0
+        shown = capsys.readouterr().out
+        assert "t: training; step 5 of 10 (50%), epoch 0.50 of 6, ETA 1m" in shown and "loss 1.500" in shown
+        assert "2 workers up, 1 ranks" in shown and "(1.5 Ktok/s)" in shown
+        assert "the target is the slower side" in shown
+    assert main(["status", "t"]) == 0
+    assert "no trainer is up (last training, 0s ago)" in capsys.readouterr().out
+
+
+def test_status_json(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(paths.run_dir("t") / "status.json", {"run": "t", "step": 5, "updated": time.time() - 60})
+    assert main(["status", "t", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["step"], found["alive"], found["up"]) == ("t", 5, False, False)
+    assert 59 < found["age_s"] < 120
+    assert main(["status", "--json"]) == 0
+    assert [one["run"] for one in json.loads(capsys.readouterr().out)] == ["t"]
+
+
+def test_status_of_nothing(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == "no run has a status on this machine\n"
+    code, error = fail(capsys, "status", "nope")
+    assert code == 1 and "run nope has no status" in error
+    assert not runtime.exists(), "looking creates nothing"
+
+
+# Rings
+
+
+@pytest.fixture
+def ring_file(run_path: Path, tmp_path: Path) -> Path:
+    """A stale ring: made, then left by its owner."""
+    open_ring(tmp_path).close()
+    return tmp_path / "rings/t/w0.ring"
+
+
+def open_ring(tmp_path: Path):
+    from paceline.common.fingerprint import Fingerprint
+    from paceline.common.ring import Ring
+
+    path = tmp_path / "rings/t/w0.ring"
+    return Ring.open(path, worker="w0", fingerprint=Fingerprint({"seed": 0}), slots=2, slot_bytes=8192)
+
+
+def test_rings(ring_file: Path, run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rings", str(run_path)]) == 0
+    assert "w0" in capsys.readouterr().out
+    assert main(["rings", str(run_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"] == "t"
+    assert [(ring["worker"], ring["alive"], ring["free"]) for ring in found["rings"]] == [("w0", False, 2)]
+
+
+def test_rings_without_any(run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = fail(capsys, "rings", str(run_path))
+    assert code == 1 and "no rings in" in error
+    assert main(["rings", str(run_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"run": "t", "rings": []}
+
+
+def test_rings_need_a_name_among_several(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "many" / name).mkdir(parents=True)
+    monkeypatch.setattr(paths, "DEFAULT_RING_DIR", tmp_path / "many")
+    code, error = fail(capsys, "rings", "--json")
+    assert code == 2 and "name one: a, b" in error
+
+
+def test_clean(ring_file: Path, run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clean", str(run_path), "--dry-run"]) == 0
+    assert "would free" in capsys.readouterr().out and ring_file.exists()
+    half_made = ring_file.with_name("w1.ring.tmp")
+    half_made.write_bytes(b"\0" * 4096)
+    assert main(["clean", str(run_path)]) == 0
+    assert "freed" in capsys.readouterr().out
+    assert not ring_file.parent.exists()
+    code, error = fail(capsys, "clean", str(run_path))
+    assert code == 1 and "run t has no rings" in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_clean_keeps_a_living_owners_ring(
+    ring_file: Path, run_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    ring = open_ring(tmp_path)
+    assert main(["clean", str(run_path), *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert f"kept {ring_file}" in shown and "no stale rings" in shown and ring_file.exists()
+    ring.close()
+
+
+def test_clean_keeps_the_rings_of_a_trainer(
+    ring_file: Path, run_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileLock(paths.run_dir("t") / "consumer.lock", "trainer of run t") as lock:
+        assert lock.acquire()
+        assert main(["clean", str(run_path)]) == 0
+    assert "its trainer is up: trainer of run t" in capsys.readouterr().out and ring_file.exists()
+
+
+def test_commands_are_documented() -> None:
+    assert all(command.help for command in cli.cli.commands.values())

@@ -1,0 +1,267 @@
+"""The supervisor, with shell scripts in place of trainer and workers.
+
+A script can signal the supervisor as its parent (`kill -INT $PPID`), so no test waits for a clock to do so.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from paceline.common import paths
+from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.locks import FileLock
+from paceline.common.progress import PlainView
+from paceline.common.runfile import load
+from paceline.common.up import Child, Policy, Supervisor, Tail, up
+
+QUICK = Policy(limit=3, window=60, first_pause=0.05, longest_pause=0.1, leave=5, stop=20)
+FOREVER = "while :; do sleep 0.02; done"
+SERVE = f"trap 'echo saved; exit 0' TERM; echo up; {FOREVER}"
+
+
+@pytest.fixture
+def run_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'name = "t"\noutput = "out"\n[target]\npath = "org/m"\n[data]\nfiles = ["d.jsonl"]\n[workers]\ncount = 2\n'
+    )
+    return path
+
+
+class Scripts:
+    """A command factory; keeps what it was asked for."""
+
+    def __init__(self, consumer: str = SERVE, producer: str = SERVE, prepare: str = "echo 10 rows") -> None:
+        self.scripts = {"consumer": consumer, "producer": producer, "prepare": prepare}
+        self.asked: list[tuple[str, list[str]]] = []
+
+    def __call__(self, verb: str, arguments: Sequence[str]) -> list[str]:
+        self.asked.append((verb, list(arguments)))
+        return ["/bin/sh", "-c", self.scripts[verb], verb, *arguments]
+
+
+def log(run_path: Path, name: str) -> str:
+    return (run_path.parent / "out/logs" / f"{name}.log").read_text()
+
+
+def finished(run_path: Path) -> Path:
+    return paths.finished_path(load(run_path))
+
+
+def wait_for(text: str, file: Path) -> str:
+    """Shell that waits until `file` holds `text`."""
+    return f"until grep -q '{text}' {file} 2>/dev/null; do sleep 0.02; done"
+
+
+def test_a_run_to_its_end(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    marker = finished(run_path)
+    scripts = Scripts(
+        consumer=f"echo training; touch {marker}",
+        producer=f"until test -e {marker}; do sleep 0.02; done; echo bye",
+    )
+    assert up(run_path, ["trainer.epochs=1"], command=scripts, policy=QUICK) == 0
+    shown = capfd.readouterr().out
+    for line in ("prepare | 10 rows", "trainer | training", "w0      | bye", "w1      | bye", "the run is finished"):
+        assert line in shown
+    assert log(run_path, "w1") == "bye\n"
+    arguments = [str(run_path), "--set", "trainer.epochs=1"]
+    assert scripts.asked == [
+        ("consumer", arguments),
+        ("producer", [*arguments, "--worker", "0"]),
+        ("producer", [*arguments, "--worker", "1"]),
+        ("prepare", arguments),
+    ]
+
+
+def test_workers_that_miss_the_end_are_told(run_path: Path) -> None:
+    marker = finished(run_path)
+    scripts = Scripts(consumer=f"{wait_for('up', run_path.parent / 'out/logs/w0.log')}; touch {marker}")
+    assert up(run_path, command=scripts, policy=Policy(leave=0.1)) == 0
+    assert log(run_path, "w0") == "up\nsaved\n"
+
+
+class Noting(PlainView):
+    """Touches a file once an event holds a text, so that a script can go on from there."""
+
+    def __init__(self, text: str, file: Path) -> None:
+        self.text, self.file = text, file
+
+    def event(self, text: str, urgent: bool = False) -> None:
+        if self.text in text:
+            self.file.touch()
+
+
+def test_a_trainer_without_workers_is_pointed_out(run_path: Path, tmp_path: Path) -> None:
+    run, said = load(run_path), tmp_path / "said"
+    script = f"until test -e {said}; do sleep 0.02; done; touch {finished(run_path)}"
+    trainer = Child("trainer", ["/bin/sh", "-c", script], tmp_path / "trainer.log")
+    worker = Child("w0", ["/bin/sh", "-c", "exit 0"], tmp_path / "w0.log")
+    view = Noting("no workers are left", said)
+    assert Supervisor(run, trainer, [worker], view, policy=Policy(leave=0.1)).run() == 0
+
+
+def test_a_marker_of_an_earlier_run_is_removed(run_path: Path) -> None:
+    marker = finished(run_path)
+    marker.touch()
+    scripts = Scripts(consumer=f"test -e {marker} && exit 78; touch {marker}", producer="exit 0")
+    assert up(run_path, command=scripts, policy=QUICK) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [("INT", 130), ("TERM", 0), ("HUP", 0)])
+def test_signals_stop_all_with_a_checkpoint(
+    run_path: Path, capfd: pytest.CaptureFixture[str], number: str, code: int
+) -> None:
+    w0 = run_path.parent / "out/logs/w0.log"
+    scripts = Scripts(
+        consumer=f"trap 'echo checkpoint; exit 0' TERM; {wait_for('up', w0)}; kill -{number} $PPID; {FOREVER}"
+    )
+    assert up(run_path, command=scripts, policy=QUICK) == code
+    assert log(run_path, "trainer") == "checkpoint\n"
+    assert log(run_path, "w0") == "up\nsaved\n"
+    assert "stopping: the trainer writes a checkpoint" in capfd.readouterr().out
+
+
+def test_a_second_interrupt_kills(run_path: Path) -> None:
+    stubborn = f"trap 'kill -INT $PPID' TERM; kill -INT $PPID; {FOREVER}"
+    assert up(run_path, command=Scripts(consumer=stubborn), policy=QUICK) == 130
+
+
+def test_a_stop_that_takes_too_long_ends_in_a_kill(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stubborn = f"trap '' TERM; kill -TERM $PPID; {FOREVER}"
+    assert up(run_path, command=Scripts(consumer=stubborn), policy=Policy(stop=0.3)) == 1
+    assert "trainer did not stop within 0 s: killed" in capfd.readouterr().out
+
+
+def test_a_failed_checkpoint_while_stopping_shows(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    failing = f"trap 'echo disk full; exit 1' TERM; kill -TERM $PPID; {FOREVER}"
+    assert up(run_path, command=Scripts(consumer=failing), policy=QUICK) == 1
+    assert "trainer failed with exit code 1 while stopping" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("ending", ["kill -9 $$", "exit 3"])
+def test_a_child_that_dies_is_started_again(run_path: Path, capfd: pytest.CaptureFixture[str], ending: str) -> None:
+    marker = finished(run_path)
+    once = run_path.parent / "once"
+    scripts = Scripts(
+        consumer=f"{wait_for('second', run_path.parent / 'out/logs/w0.log')}; touch {marker}",
+        producer=f"test $3 = 1 && exit 0; test -e {once} && echo second && exit 0; touch {once}; echo oh no; {ending}",
+    )
+    assert up(run_path, command=scripts, policy=QUICK) == 0
+    shown = capfd.readouterr().out
+    died = "was killed by SIGKILL" if "kill" in ending else "failed with exit code 3"
+    assert f"w0 {died}; starting it again in 0 s" in shown
+    assert "    oh no" in shown and "w0 started again" in shown
+
+
+def test_the_trainers_second_start_resumes_from_the_newest(run_path: Path) -> None:
+    marker = finished(run_path)
+    once = run_path.parent / "once"
+    again = f"echo $*; if test -e {once}; then touch {marker}; exit 0; fi; touch {once}; exit 1"
+    assert (
+        up(run_path, command=Scripts(consumer=again), resume="ck/step-7", policy=Policy(first_pause=0.05, leave=0)) == 0
+    )
+    first, second = log(run_path, "trainer").splitlines()
+    assert first == f"{run_path} --resume ck/step-7" and second == str(run_path)
+
+
+def test_a_child_that_keeps_dying_ends_the_run(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert up(run_path, command=Scripts(producer="echo again; exit 1"), policy=QUICK) == 1
+    shown = capfd.readouterr().out
+    assert "does not stay up" in shown and "    again" in shown
+    assert log(run_path, "trainer").endswith("saved\n")
+
+
+@pytest.mark.parametrize("code", [78, 2])
+def test_a_bad_configuration_stops_all_at_once(run_path: Path, capfd: pytest.CaptureFixture[str], code: int) -> None:
+    bad = f"{wait_for('up', run_path.parent / 'out/logs/trainer.log')}; echo 'paceline: no such layer' >&2; exit {code}"
+    assert up(run_path, command=Scripts(producer=bad), policy=QUICK) == code
+    shown = capfd.readouterr().out
+    assert "no such layer" in shown and "would not help" in shown
+    assert log(run_path, "trainer") == "up\nsaved\n"
+
+
+def test_nothing_starts_if_the_data_cannot_be_prepared(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    scripts = Scripts(prepare="echo 'paceline: d.jsonl: no such file'; exit 78")
+    assert up(run_path, command=scripts, policy=QUICK) == 78
+    assert "no such file" in capfd.readouterr().out
+    assert not (run_path.parent / "out/logs/trainer.log").exists()
+    assert up(run_path, command=Scripts(prepare="exit 5"), policy=QUICK) == 1
+
+
+def test_descendants_of_a_dead_trainer_go_with_it(run_path: Path) -> None:
+    marker = finished(run_path)
+    once = run_path.parent / "once"
+    rank = run_path.parent / "rank"
+    scripts = Scripts(
+        consumer=f"if test -e {once}; then grep -q 'State:.[RS]' /proc/$(cat {rank})/status && exit 78; "
+        f"touch {marker}; exit 0; fi; "
+        f"touch {once}; sleep 1000 & echo $! >{rank}; kill -9 $$"
+    )
+    assert up(run_path, command=scripts, policy=Policy(first_pause=0.1, leave=0)) == 0
+
+
+def test_no_orphans_when_the_supervisor_is_killed(run_path: Path) -> None:
+    script = f"""
+import sys
+from paceline.common.up import up
+up({str(run_path)!r}, command=lambda verb, arguments: ["/bin/sh", "-c",
+   "true" if verb == "prepare" else "echo $$; trap 'echo saved; exit 0' TERM; while :; do sleep 0.02; done"])
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
+    logs = [run_path.parent / "out/logs" / f"{name}.log" for name in ("trainer", "w0", "w1")]
+    eventually(lambda: all(file.exists() and file.read_text() for file in logs))
+    supervisor.kill()
+    supervisor.wait()
+    eventually(lambda: all(file.read_text().endswith("saved\n") for file in logs))
+
+
+def eventually(true) -> None:
+    until = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_one_supervisor_and_one_trainer_a_run(run_path: Path) -> None:
+    run = load(run_path)
+    with FileLock(paths.up_lock(run), "paceline up of run t") as lock:
+        assert lock.acquire()
+        with pytest.raises(PacelineError, match=rf"run t is already up: paceline up of run t \(pid {os.getpid()}\)"):
+            up(run_path, command=Scripts(), policy=QUICK)
+    with FileLock(paths.consumer_lock(run), "trainer of run t") as lock:
+        assert lock.acquire()
+        with pytest.raises(PacelineError, match="already has a trainer: trainer of run t"):
+            up(run_path, command=Scripts(), policy=QUICK)
+
+
+def test_an_output_folder_that_cannot_be(run_path: Path) -> None:
+    (run_path.parent / "out").write_text("a file")
+    with pytest.raises(ConfigError, match="output: cannot make folder"):
+        up(run_path, command=Scripts(), policy=QUICK)
+
+
+def test_signal_handlers_are_put_back(run_path: Path) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)]
+    assert up(run_path, command=Scripts(consumer="exit 78"), policy=QUICK) == 78
+    assert before == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)]
+
+
+def test_tail(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("old\n")
+    tail = Tail(path)
+    with open(path, "ab") as file:
+        for data, lines in ((b"one\ntw", ["one"]), (b"o\r\n 10%\r 20%", ["two", " 10%"]), (b"\xff\n", [" 20%\ufffd"])):
+            file.write(data)
+            file.flush()
+            assert tail.lines() == lines
+        file.write(b"end")
+        file.flush()
+        assert tail.lines() == [] and tail.lines(last=True) == ["end"]
+    tail.close()
