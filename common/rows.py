@@ -13,8 +13,8 @@ mask[t] = 1: token t is supervised (assistant text and its end token; not the en
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -147,7 +147,7 @@ class RowsWriter:
     def __init__(self, folder: Path):
         self._folder = folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        self._scratch = _scratch(folder)
         self._file = (self._scratch / "rows.arrow").open("wb")
         self._writer = pa.ipc.new_file(self._file, _SCHEMA)
         self._pending: list[Row] = []
@@ -211,9 +211,21 @@ class RowsWriter:
         with (self._scratch / "meta.json").open("w") as file:
             file.write(json.dumps(meta, indent=1, sort_keys=True) + "\n")
             _sync(file)
-        self._scratch.chmod(0o755)
         _replace(self._scratch, self._folder)
         return meta
+
+
+def _scratch(folder: Path) -> Path:
+    """A new folder next to `folder`, with the permissions of the umask."""
+    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    scratch.mkdir()
+    return scratch
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove what killed writers of `folder` left behind. The caller sees to it that none is alive."""
+    for scratch in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _sync(file: Any) -> None:
@@ -224,7 +236,7 @@ def _sync(file: Any) -> None:
 def _replace(scratch: Path, folder: Path) -> None:
     """Rename `scratch` to `folder`; a folder already there steps aside first and is then removed."""
     if folder.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        aside = _scratch(folder)
         folder.rename(aside / folder.name)
         scratch.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, NoReturn
 import jinja2
 import jinja2.ext
 import numpy as np
+from jinja2 import nodes
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -291,8 +293,9 @@ def _content(content: Any, at: int) -> str:
         return ""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(parts)
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
     if not isinstance(content, str):
         raise Refused("content that is not text", f"messages[{at}]")
     return content
@@ -407,10 +410,10 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: jinja2.runtime.Macro) -> str:
         return f"{_OPEN}{caller()}{_CLOSE}"

@@ -24,7 +24,7 @@ from hashlib import sha256
 from itertools import chain, islice, pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from ..common.dataset import cache_key, cached_rows, file_digest, tokenizer_dige
 from ..common.errors import ConfigError, PacelineError
 from ..common.paths import cache_dir
 from ..common.record import MIN_ROW_TOKENS
-from ..common.rows import Rows, RowsWriter
+from ..common.rows import Rows, RowsWriter, remove_scratch
 from .chat import ChatEncoder, ChatFormat, Encoded, Refused
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ def prepare(
     with wait_for_lock(store / f"{key}.lock", f"prepare {paths[0].name}"):
         if meta := cached_rows(folder, key):
             return _report(folder, meta, cached=True)
+        if folder.parent == store:  # only holders of this lock write there
+            remove_scratch(folder)
         chat = chat or load_format(target, trust_remote_code)
         about = {
             "key": key,
@@ -291,8 +293,8 @@ def _read(paths: list[Path]) -> Iterator[_Item]:
 def _read_lines(file: int, path: Path) -> Iterator[_Item]:
     """Lines that are not blank. A damaged gzip file gives what can be read of it and then a Refused."""
     line = 0
-    opened: IO[bytes] = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115 (below)
-    with opened as stream:
+    with path.open("rb") as raw:
+        stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         try:
             for line, text in enumerate(stream, 1):
                 if line == 1:

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def _config(kind: str):
     """A configuration of 4 layers, hidden size 64, 4 heads and 2 key-value heads."""
     import transformers
 
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -86,7 +87,7 @@ def _config(kind: str):
         "eos_token_id": 2,
         "pad_token_id": 0,
         "initializer_range": 0.08,  # large enough that tokens and positions tell in the states
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": kind == "gemma3",
     }
     if kind == "llama":
         return transformers.LlamaConfig(**common)
@@ -94,7 +95,7 @@ def _config(kind: str):
         return transformers.Qwen3Config(**common, head_dim=16)
     if kind == "gemma3":
         return transformers.Gemma3TextConfig(
-            **common | {"tie_word_embeddings": True},
+            **common,
             head_dim=16,
             query_pre_attn_scalar=16,
             sliding_window=16,

@@ -16,8 +16,9 @@ def fingerprint(rows="r", identity="t", layer_ids=(1, 8), **settings) -> Fingerp
     for key, value in settings.items():
         section, name = key.split("__")
         values.setdefault(section, {})[name] = value
-    stand_ins: Any = SimpleNamespace(digest=rows), SimpleNamespace(identity=identity)
-    return run_fingerprint(RunFile.model_validate(values), *stand_ins, list(layer_ids))
+    dataset: Any = SimpleNamespace(digest=rows)
+    info: Any = SimpleNamespace(identity=identity)
+    return run_fingerprint(RunFile.model_validate(values), dataset, info, list(layer_ids))
 
 
 def test_equal_inputs_give_equal_fingerprints():

@@ -1,6 +1,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +82,13 @@ def encoder(make_tokenizer):
     return lambda template=PLAIN, **options: ChatEncoder(load_format(str(make_tokenizer(template))), **options)
 
 
+def encode(chat: ChatEncoder, row: dict[str, Any]) -> list[Encoded]:
+    """The rows of a conversation of which nothing is refused."""
+    rows = chat.encode(row)
+    assert not any(isinstance(made, Refused) for made in rows)
+    return [made for made in rows if isinstance(made, Encoded)]
+
+
 def spoken(chat: ChatEncoder, row: Encoded) -> list[str]:
     """The text of each run of supervised tokens."""
     edges = np.flatnonzero(np.diff(row.mask, prepend=0, append=0))
@@ -138,8 +146,7 @@ AGAIN = [{"role": "user", "content": "??"}, {"role": "assistant", "content": "ca
     ],
 )
 def test_masks_by_hand(word_tokenizer, row, supervise, tokens, mask):
-    [encoded] = ChatEncoder(word_tokenizer, supervise=supervise).encode(row)
-    assert isinstance(encoded, Encoded)
+    [encoded] = encode(ChatEncoder(word_tokenizer, supervise=supervise), row)
     assert encoded.tokens.tolist() == tokens
     assert encoded.mask.tolist() == mask
     assert encoded.tokens.dtype == np.int32 and encoded.mask.dtype == np.uint8
@@ -148,22 +155,22 @@ def test_masks_by_hand(word_tokenizer, row, supervise, tokens, mask):
 @pytest.mark.parametrize("template", [PLAIN, MARKED, MARKED_WITH_NEWLINE, STRIPS_THINKING, DATED])
 def test_supervised_tokens_decode_to_answers_and_end_token(encoder, template):
     chat = encoder(template)
-    [row] = chat.encode(one(QUESTION, ANSWER, FOLLOW_UP, SECOND))
+    [row] = encode(chat, one(QUESTION, ANSWER, FOLLOW_UP, SECOND))
     assert spoken(chat, row) == [ANSWER["content"] + "<|im_end|>", SECOND["content"] + "<|im_end|>"]
-    [row] = chat.encode(one(QUESTION, ANSWER, FOLLOW_UP, SECOND, finished=False))
+    [row] = encode(chat, one(QUESTION, ANSWER, FOLLOW_UP, SECOND, finished=False))
     assert spoken(chat, row) == [ANSWER["content"] + "<|im_end|>", SECOND["content"]]
     assert row.mask[-1] == 1
 
 
 def test_a_template_that_trims(encoder):
     chat = encoder(TRIMS)
-    [row] = chat.encode(one(QUESTION, {"role": "assistant", "content": "  The river opens.\n\n"}))
+    [row] = encode(chat, one(QUESTION, {"role": "assistant", "content": "  The river opens.\n\n"}))
     assert spoken(chat, row) == ["The river opens.<|im_end|>"]
 
 
 def test_the_default_system_message_is_context(encoder, tiny_tokenizer_dir):
     chat = ChatEncoder(load_format(str(tiny_tokenizer_dir)))
-    [row] = chat.encode(one(QUESTION, ANSWER))
+    [row] = encode(chat, one(QUESTION, ANSWER))
     start = chat.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=False)
     assert start.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n")
     assert spoken(chat, row) == [ANSWER["content"] + "<|im_end|>"]
@@ -175,11 +182,11 @@ def test_a_template_that_strips_earlier_thinking_gives_a_row_an_answer(encoder):
         {"role": "assistant", "content": f"<think>The {noun} opens.</think>\nThe {noun} sells."}
         for noun in ("river", "market")
     ]
-    rows = chat.encode(one(QUESTION, thought[0], FOLLOW_UP, thought[1], finished=False))
+    rows = encode(chat, one(QUESTION, thought[0], FOLLOW_UP, thought[1], finished=False))
     assert [spoken(chat, row) for row in rows] == [[thought[0]["content"] + "<|im_end|>"], [thought[1]["content"]]]
     context = chat.tokenizer.decode(rows[1].tokens.tolist(), skip_special_tokens=False)
     assert "The river sells." in context and "The river opens." not in context
-    [last] = encoder(STRIPS_THINKING, supervise="last").encode(one(QUESTION, thought[0], FOLLOW_UP, thought[1]))
+    [last] = encode(encoder(STRIPS_THINKING, supervise="last"), one(QUESTION, thought[0], FOLLOW_UP, thought[1]))
     assert spoken(chat, last) == [thought[1]["content"] + "<|im_end|>"]
 
 
@@ -192,7 +199,7 @@ def test_tokens_and_masks_equal_those_of_transformers(make_tokenizer, template):
     reference = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         messages, return_assistant_tokens_mask=template.startswith(MARKED[:80]), return_dict=True
     )
-    [row] = ChatEncoder(load_format(folder)).encode(one(*messages))
+    [row] = encode(ChatEncoder(load_format(folder)), one(*messages))
     length = len(row.tokens)
     assert row.tokens.tolist() == reference["input_ids"][:length]
     if template == MARKED:
@@ -202,7 +209,7 @@ def test_tokens_and_masks_equal_those_of_transformers(make_tokenizer, template):
 
 def test_the_date_is_fixed(encoder):
     chat = encoder(DATED)
-    [row] = chat.encode(one(QUESTION, ANSWER))
+    [row] = encode(chat, one(QUESTION, ANSWER))
     assert chat.tokenizer.decode(row.tokens.tolist()).startswith("Today: 01 January 2025\n")
 
 
@@ -218,7 +225,7 @@ def test_byte_level_offsets_that_leave_out_spaces(make_tokenizer, encoder):
     folder = make_tokenizer(PLAIN)
     fast.save_pretrained(folder)
     row = one(QUESTION, {"role": "assistant", "content": " The river opens \n"})
-    [trimmed], [plain] = ChatEncoder(load_format(str(folder))).encode(row), encoder(PLAIN).encode(row)
+    [trimmed], [plain] = encode(ChatEncoder(load_format(str(folder))), row), encode(encoder(PLAIN), row)
     assert trimmed.tokens.tolist() == plain.tokens.tolist() and trimmed.mask.tolist() == plain.mask.tolist()
 
 
@@ -340,7 +347,7 @@ def test_no_usable_row(tmp_path, tiny_tokenizer_dir):
 
 
 def test_a_long_word(encoder):
-    [row] = encoder().encode(one({"role": "user", "content": "a" * 1_000_000}, ANSWER))
+    [row] = encode(encoder(), one({"role": "user", "content": "a" * 1_000_000}, ANSWER))
     assert row.mask.sum() > 0
 
 
@@ -348,7 +355,7 @@ def test_a_long_word(encoder):
 
 
 def test_long_rows_are_cut_and_dropped_when_nothing_supervised_is_left(tmp_path, encoder, tiny_tokenizer_dir):
-    [whole] = ChatEncoder(load_format(str(tiny_tokenizer_dir))).encode(one(QUESTION, ANSWER))
+    [whole] = encode(ChatEncoder(load_format(str(tiny_tokenizer_dir))), one(QUESTION, ANSWER))
     prompt = int(np.argmax(whole.mask))
     path = write_lines(tmp_path / "chats.jsonl", [one(QUESTION, ANSWER)])
 
@@ -364,7 +371,7 @@ def test_long_rows_are_cut_and_dropped_when_nothing_supervised_is_left(tmp_path,
 
 
 def test_a_cut_row_ends_at_its_last_supervised_token(tmp_path, tiny_tokenizer_dir):
-    [whole] = ChatEncoder(load_format(str(tiny_tokenizer_dir))).encode(one(QUESTION, ANSWER, FOLLOW_UP, SECOND))
+    [whole] = encode(ChatEncoder(load_format(str(tiny_tokenizer_dir))), one(QUESTION, ANSWER, FOLLOW_UP, SECOND))
     first_end = int(np.flatnonzero(np.diff(whole.mask))[1])
     path = write_lines(tmp_path / "chats.jsonl", [one(QUESTION, ANSWER, FOLLOW_UP, SECOND)])
     report = prepare([path], target=str(tiny_tokenizer_dir), max_length=first_end + 4, cache=tmp_path)
@@ -393,7 +400,7 @@ def call(arguments):
 def test_tool_arguments_as_text_and_as_object_give_the_same_tokens(encoder):
     chat = encoder(TOOLS)
     [text], [parsed] = (
-        chat.encode(one(QUESTION, call(a))) for a in ('{"noun": "river",  "n": 2}', {"noun": "river", "n": 2})
+        encode(chat, one(QUESTION, call(a))) for a in ('{"noun": "river",  "n": 2}', {"noun": "river", "n": 2})
     )
     assert text.tokens.tolist() == parsed.tokens.tolist()
     assert spoken(chat, text) == ['<call>opens {"noun": "river", "n": 2}</call><|im_end|>']
@@ -402,7 +409,7 @@ def test_tool_arguments_as_text_and_as_object_give_the_same_tokens(encoder):
 @pytest.mark.parametrize("arguments", ["", "null", None, {}, "{}", " "])
 def test_empty_tool_arguments(encoder, arguments):
     chat = encoder(TOOLS)
-    [row] = chat.encode(one(QUESTION, call(arguments)))
+    [row] = encode(chat, one(QUESTION, call(arguments)))
     assert spoken(chat, row) == ["<call>opens {}</call><|im_end|>"]
 
 
@@ -410,15 +417,15 @@ def test_tools_and_template_variables_reach_the_template(encoder):
     tools = [{"type": "function", "function": {"name": "opens"}}]
     chat = encoder(TOOLS)
     [listed], [text] = (
-        chat.encode(one(QUESTION, ANSWER, tools=tools)),
-        chat.encode(one(QUESTION, ANSWER, tools=json.dumps(tools))),
+        encode(chat, one(QUESTION, ANSWER, tools=tools)),
+        encode(chat, one(QUESTION, ANSWER, tools=json.dumps(tools))),
     )
     assert listed.tokens.tolist() == text.tokens.tolist()
     assert json.dumps(tools[0]) in chat.tokenizer.decode(listed.tokens.tolist())
     mode = "{{ 'thinking: ' ~ enable_thinking ~ '\n' }}" + PLAIN
     chat = encoder(mode, template_kwargs={"enable_thinking": False})
     for variables, told in (({}, "False"), ({"enable_thinking": True}, "True")):
-        [row] = chat.encode(one(QUESTION, ANSWER, chat_template_kwargs=variables))
+        [row] = encode(chat, one(QUESTION, ANSWER, chat_template_kwargs=variables))
         assert chat.tokenizer.decode(row.tokens.tolist()).startswith(f"thinking: {told}\n")
 
 
@@ -428,7 +435,7 @@ def test_content_in_parts_is_joined(encoder):
         "content": [{"type": "text", "text": "The river "}, {"type": "text", "text": "opens."}],
     }
     chat = encoder()
-    [row] = chat.encode(one(QUESTION, parts))
+    [row] = encode(chat, one(QUESTION, parts))
     assert spoken(chat, row) == ["The river opens.<|im_end|>"]
 
 
@@ -497,8 +504,11 @@ def test_damaged_rows_in_the_cache_are_prepared_again(tmp_path, chat_file, tiny_
     first = prepare([chat_file], target=str(tiny_tokenizer_dir), cache=tmp_path)
     digest = Rows.open(first.folder).digest
     (first.folder / "rows.arrow").write_bytes(b"")
+    left = first.folder.with_name(f".{first.folder.name}.left-by-a-killed-process")
+    left.mkdir()
     again = prepare([chat_file], target=str(tiny_tokenizer_dir), cache=tmp_path)
     assert not again.cached and Rows.open(again.folder).digest == digest
+    assert not left.exists()
 
 
 def test_a_pool_of_processes_gives_the_same_rows(tmp_path, chat_file, tiny_tokenizer_dir, monkeypatch):
