@@ -224,7 +224,7 @@ def _pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses to maps, tuples to lists, a batch's kind to its number; a `reason` that is too long is cut, since it only informs."""
+    """Dataclasses to maps, tuples to lists, enums to ints; a long `reason` is cut, since it only informs."""
     if dataclasses.is_dataclass(value):
         body = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         if isinstance(body.get("reason"), str):

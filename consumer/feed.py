@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -321,12 +322,12 @@ class _Decision:
                 else:
                     copies.setdefault(slot.batch, []).append((ring, place))
         for batch, found in copies.items():
-            # A live worker can use the slot of a second copy; a dead or retired one's only stays in the way.
-            ring, place = min(found, key=lambda copy: copy[0].live)
+            if len(found) > 1:  # a live worker can use the slot of a second copy, a dead one's only stays in the way
+                found.sort(key=lambda copy: copy[0].live)
+                for ring, place in found[1:]:
+                    self._free(ring, place, batch, "duplicate")
+            ring, place = found[0]
             ring.ready[batch] = self.ready[batch] = place
-            for ring, other in found:
-                if other is not place:
-                    self._free(ring, other, batch, "duplicate")
 
     def _free(self, ring: _RingState, place: Place, batch: int, why: str) -> None:
         self.actions.append(Free(place, batch, why))
@@ -420,14 +421,17 @@ class _Decision:
 
     def assign(self) -> None:
         """Hand out needed batches, lowest first, to the workers with credit; to the one that will be done first."""
-        able = [ring for ring in self.rings.values() if self._credit(ring) > 0]
+        able = [(ring.load, at, ring) for at, ring in enumerate(self.rings.values()) if self._credit(ring) > 0]
+        heapify(able)
         needs = self._needs()
         while able and (batch := next(needs, None)) is not None:
-            avoid = self.view.refused_by.get(batch)
-            ring = min(able, key=lambda ring: (ring.scan.worker == avoid, ring.load))
+            best = heappop(able)
+            if able and best[2].scan.worker == self.view.refused_by.get(batch):
+                best = heapreplace(able, best)  # another worker is to make it this time
+            _, at, ring = best
             self._assign(batch, ring, urgent=False)
-            if self._credit(ring) <= 0:
-                able.remove(ring)
+            if self._credit(ring) > 0:
+                heappush(able, (ring.load, at, ring))
 
     def _assign(self, batch: int, ring: _RingState, *, urgent: bool) -> None:
         self.actions.append(Assign(batch, ring.scan.worker, ring.scan.incarnation, urgent))
@@ -440,14 +444,14 @@ class _Decision:
         return min(ring.open, self.view.prefetch + 1) - ring.assigned
 
     def _missing(self, span: Span) -> Iterator[int]:
-        """The needed batches of a span, ascending."""
+        """The needed batches of a span of wanted ones, ascending."""
         kind, number = span[0] >> 62, span[0] >> 32 & MAX_NUMBER
         base = span[0] & ~0xFFFFFFFF
         first, stop = span[0] - base, span[1] - base
         whole_epoch = kind == Kind.TRAIN and first == 0
         for index in self.view.ledger.undone(number, stop) if whole_epoch else range(first, stop):
             batch = base + index
-            if batch not in self.ready and batch not in self.assigned and not self._unwanted(batch):
+            if batch not in self.ready and batch not in self.assigned and batch not in self.held:
                 yield batch
 
     def _needs(self) -> Iterator[int]:

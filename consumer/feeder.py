@@ -12,6 +12,7 @@ are removed.
     ranks    DEALER --- ROUTER ranks.sock /                     \\ Work, Take, Exhausted, StopWorker, StopRank
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -128,7 +129,10 @@ class Feeder:
         self._complaints = _Complaints()
         self._failure: BaseException | None = None
         self._stopping = False
+        self._finished = False
+        self._told: set[str] = set()  # workers that were told so
         self._snapshot = FeedSnapshot(phase, (), (), asdict(self._state.counters))
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     def start(self) -> None:
@@ -139,16 +143,22 @@ class Feeder:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close sockets and rings. Workers and ranks are not told: their sockets wait."""
+        """End the thread, close sockets and rings. Workers and ranks are not told: they wait for the next trainer."""
         self._stopping = True
-        if self._thread.ident is not None:
+        if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
+        if self._wake >= 0:
             os.close(self._wake)
+            self._wake = -1
+
+    def finish(self) -> None:
+        """Tell workers, those that come later too, that the run is over although batches are left (max_hours)."""
+        self._finished = True
+        os.eventfd_write(self._wake, 1)
 
     def snapshot(self) -> FeedSnapshot:
         return self._snapshot
@@ -198,6 +208,8 @@ class Feeder:
         finally:
             self._rings.close()
             self._context.destroy(linger=0)
+            for path in self._addresses:
+                path.unlink(missing_ok=True)
 
     def _turn(self) -> None:
         """Hear what there is to hear, look at the rings, and act."""
@@ -210,6 +222,7 @@ class Feeder:
             self._hear_worker(route, message, known.get(message.worker))
         for route, message in from_ranks:
             self._hear_rank(route, message)
+        self._tell_workers()
         self._act(scans)
         self._snapshot = self._take_snapshot(scans)
 
@@ -218,6 +231,8 @@ class Feeder:
         for source in (self._workers, self._ranks, self._wake):
             poller.register(source, zmq.POLLIN)
         poller.poll(max(0, round((self._rings.due - time.monotonic()) * 1000)))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
         workers = [(r, m) for r, m in self._drain(self._workers, "workers") if isinstance(m, _WorkerMessage)]
         ranks = [(r, m) for r, m in self._drain(self._ranks, "ranks") if isinstance(m, _RankMessage)]
         return workers, ranks
@@ -257,14 +272,17 @@ class Feeder:
     def _hear_worker(self, route: bytes, message: _WorkerMessage, scan: RingScan | None) -> None:
         """Learn the route of a live incarnation; what the message says is only a hint."""
         speaks = isinstance(message, wire.Hello | wire.Want)
-        if self._state.phase is None and speaks:
+        if self._finished and speaks:
             self._send(self._workers, route, wire.StopWorker(message.incarnation, "finished"))
         if scan is None or scan.incarnation != message.incarnation or not scan.alive:
             return
         self._routes[scan.worker] = route
         if speaks:
-            rate = message.tokens_per_s if isinstance(message, wire.Want) else None
-            self._waited[scan.worker] = message.waited if isinstance(message, wire.Want) else 0.0
+            if self._unknown(message):
+                self._waited[scan.worker] = 0.0
+            rate = None
+            if isinstance(message, wire.Want):
+                rate, self._waited[scan.worker] = message.tokens_per_s, message.waited
             self._state.heard(scan.worker, scan.incarnation, message.held, rate, time.monotonic())
 
     def _hear_rank(self, route: bytes, message: _RankMessage) -> None:
@@ -288,12 +306,16 @@ class Feeder:
             case wire.RankHello():
                 pass
         if state.phase is None and not isinstance(message, wire.Refused):
-            self._finish(route)
+            self._send(self._ranks, route, wire.StopRank(self._trainer, "finished"))
 
-    def _finish(self, rank_route: bytes) -> None:
-        self._send(self._ranks, rank_route, wire.StopRank(self._trainer, "finished"))
-        for worker, hint in self._state.workers.items():
-            self._send(self._workers, self._routes[worker], wire.StopWorker(hint.incarnation, "finished"))
+    def _tell_workers(self) -> None:
+        """Once the run is over, send each worker home; one that misses it asks again."""
+        self._finished = self._finished or self._state.phase is None
+        if self._finished:
+            for worker, hint in self._state.workers.items():
+                if worker not in self._told:
+                    self._told.add(worker)
+                    self._send(self._workers, self._routes[worker], wire.StopWorker(hint.incarnation, "finished"))
 
     # ---- acting
 

@@ -65,7 +65,8 @@ class FeedState:
     """The feed's memory for one trainer.
 
     ledger: as of the checkpoint that was resumed; copied, and kept up to date. phase: what the ranks start with, None
-    if nothing is left to do. ranks: M. trainer: this trainer's incarnation, which is also the feed's id.
+    if nothing is left to do. ranks: M. trainer: this trainer's incarnation, which is also the feed's id. FeedBroken if
+    the ledger is not what the steps before the phase have done.
     """
 
     def __init__(
@@ -94,6 +95,19 @@ class FeedState:
         self._requests: dict[int, Request] = {}  # by rank, in order of arrival
         self._lagging: set[Place] = set()
         self._refusals: dict[int, str] = {}  # batch -> worker of the refused record
+        self._check_start()
+
+    def _check_start(self) -> None:
+        plan = self.plan
+        steps = plan.total_steps if self.phase is None else self.phase.number
+        for epoch in range(plan.epochs):
+            within = max(0, steps - plan.first_step(epoch))
+            done = min(plan.batches(epoch), within * plan.batches_per_step)
+            if self.ledger.done_count(epoch) != done:
+                raise FeedBroken(
+                    f"the ledger does not fit step {steps}: it has {self.ledger.done_count(epoch)} batches of epoch "
+                    f"{epoch} done, the plan {done}"
+                )
 
     def view(self, rings: Sequence[RingScan]) -> View:
         """What `decide` needs, with rings scanned after the last message was heard."""

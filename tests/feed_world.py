@@ -6,7 +6,6 @@ timeline that survives, that a record a rank holds never moves, and that steps a
 `settle` then plays on without faults and demands the end of the run.
 """
 
-import itertools
 import random
 import shutil
 import tempfile
@@ -76,14 +75,13 @@ class SimWorker:
     def hear(self, message: wire.Work | wire.StopWorker) -> None:
         if self.ring is None or message.incarnation != self.ring.incarnation or not isinstance(message, wire.Work):
             return
-        if message.feed < self.feed:
-            return
-        if message.feed > self.feed:
+        if message.feed != self.feed:
             self.feed = message.feed
             self.queue.clear()
+        committed = {slot.batch for slot in self.ring.states() if slot.state is SlotState.READY}
         for item in message.items:
             assert list(item.rows) == self.world.plan.rows(BatchId.unpack(item.batch)).tolist()
-            if self.writing is None or self.writing.batch != item.batch:
+            if item.batch not in committed and (self.writing is None or self.writing.batch != item.batch):
                 self.queue.add(item.batch)
 
     def want(self) -> None:
@@ -102,7 +100,9 @@ class SimWorker:
             return True
         if self.writing is not None:
             slot, self.writing = self.writing, None
-            np.frombuffer(slot.payload, np.uint64, 2)[:] = GARBAGE if garbage else slot.batch
+            np.frombuffer(slot.payload, np.uint64, 2)[:] = (
+                GARBAGE if garbage or slot.batch in self.world.poison else slot.batch
+            )
             ring.commit(slot, RECORD_BYTES, 0)
             self.world.tell_feed(wire.Ready(self.name, ring.incarnation, slot.index, slot.seq, slot.batch))
             return True
@@ -122,6 +122,7 @@ class SimWorker:
 class Held:
     phase: Phase
     take: wire.Take
+    trained: bool = False  # read, and not released yet
 
 
 @dataclass
@@ -178,13 +179,21 @@ class SimRank:
             self.listed.setdefault(phase, {})[take.batch] = "garbage"
 
     def train(self, phase: Phase) -> bool:
-        """Train on the first held record of the phase, and free it."""
-        if not self.held or self.held[0].phase != phase:
+        """Train on the next held record of the phase."""
+        held = next((held for held in self.held if not held.trained and held.phase == phase), None)
+        if held is None:
+            return False
+        assert self.world.payload(held.take) == held.take.batch, "a held record was overwritten"
+        held.trained = True
+        self.trained.append(held.take.batch)
+        return True
+
+    def release(self) -> bool:
+        """Free the oldest record that was trained on."""
+        if not self.held or not self.held[0].trained:
             return False
         take = self.held.popleft().take
-        assert self.world.payload(take) == take.batch, "a held record was overwritten"
         assert self.world.reader(take).release(take.slot, take.seq), "a held record was moved"
-        self.trained.append(take.batch)
         self.ask()
         return True
 
@@ -212,17 +221,13 @@ class World:
         self.feed: FeedState | None = None
         self.ranks: list[SimRank] = []
         self.readers: dict[str, RingReader] = {}
-        self.first_phase = self._first_phase()
-        self.checkpoint_ = (Ledger(), self.first_phase)
+        self.checkpoint_: tuple[Ledger, Phase | None] = (Ledger(), Phase(Kind.TRAIN, 0))
         self.ledger = Ledger()
         self.phase: Phase | None = None  # the phase in training
-        self.evaluated: dict[int, list[int]] = {}
+        self.poison: set[int] = set()  # batches whose records never check out
         self.workers: dict[str, SimWorker] = {}
         for _ in range(workers):
             self.add_worker()
-
-    def _first_phase(self) -> Phase:
-        return Phase(Kind.TRAIN, 0)
 
     def close(self) -> None:
         self.kill_trainer()
@@ -257,9 +262,12 @@ class World:
             case _:
                 pass
 
+    def queue(self, to: str) -> list:
+        return {"feed": self.to_feed, "worker": self.to_workers, "rank": self.to_ranks}[to]
+
     def deliver(self, to: str, at: int = 0, *, keep: bool = False) -> bool:
         """Deliver one message of a direction; `keep` leaves a double of it on the way."""
-        queue: list = {"feed": self.to_feed, "worker": self.to_workers, "rank": self.to_ranks}[to]
+        queue = self.queue(to)
         if not queue:
             return False
         message = queue[at % len(queue)]
@@ -308,7 +316,6 @@ class World:
             return
         self.trainer += 1
         self.ledger, self.phase = self.checkpoint_[0].copy(), self.checkpoint_[1]
-        self.evaluated = {number: done for number, done in self.evaluated.items() if self.phase is None}
         count = ranks or self.ranks_wanted
         self.feed = FeedState(
             self.plan,
@@ -372,7 +379,8 @@ class World:
         phase = self.phase
         if phase is None or not self.ranks:
             return False
-        if not all(phase in r.exhausted and not (r.held and r.held[0].phase == phase) for r in self.ranks):
+        untrained = [held for rank in self.ranks for held in rank.held if held.phase == phase and not held.trained]
+        if untrained or not all(phase in rank.exhausted for rank in self.ranks):
             return False
         trained = [batch for rank in self.ranks for batch in rank.trained]
         listed = {batch: why for rank in self.ranks for batch, why in rank.listed.get(phase, {}).items()}
@@ -380,8 +388,6 @@ class World:
         if phase.kind is Kind.TRAIN:
             names = {BatchId.unpack(batch): why for batch, why in listed.items()}
             self.ledger.record(map(BatchId.unpack, trained), names)
-        else:
-            self.evaluated[phase.number] = sorted((*trained, *listed))
         entries = tuple(wire.Listed(batch, why) for batch, why in listed.items())
         done = wire.Done(0, self.trainer, phase.kind, phase.number, tuple(trained), entries, {"loss": 0.5})
         for rank in self.ranks:
@@ -457,7 +463,7 @@ class World:
         steps = [
             *(worker.work for worker in self.workers.values()),
             *(worker.want for worker in self.workers.values()),
-            *(rank.ask for rank in self.ranks),
+            *(step for rank in self.ranks for step in (rank.ask, rank.release)),
             *(lambda number=number: self.train(number) for number in range(len(self.ranks))),
             self.finish_phase,
             self.turn,
@@ -467,8 +473,7 @@ class World:
         for step in steps:
             step()
         for to in ("worker", "rank", "feed"):
-            waiting = len({"feed": self.to_feed, "worker": self.to_workers, "rank": self.to_ranks}[to])
-            for _ in range(waiting):
+            for _ in range(len(self.queue(to))):
                 self.deliver(to)
         self.check_held()
 
@@ -502,11 +507,11 @@ class World:
         )
 
 
-def random_run(seed: int, steps: int = 150, faults: float = 0.25) -> World:
+def random_run(seed: int, steps: int = 250, faults: float = 0.15) -> World:
     """A world of a random shape, after so many random steps and faults; not settled."""
     draw = random.Random(seed)
     plan = one_row_batches(
-        draw.randint(1, 7),
+        draw.randint(1, 9),
         epochs=draw.randint(1, 3),
         group=draw.randint(1, 4),
         held_out=draw.choice([0, 0, 1, 3]),
@@ -528,58 +533,47 @@ def random_run(seed: int, steps: int = 150, faults: float = 0.25) -> World:
 
 
 def step(world: World, draw: random.Random) -> None:
-    """One random step of somebody, without a fault."""
+    """One random step of somebody, or one of everybody, without a fault."""
     world.now += 0.3
-    names = sorted(world.workers)
-    worker = world.workers[draw.choice(names)]
-    choices = [
-        worker.work,
-        worker.want,
-        world.turn,
-        world.turn,
-        world.finish_phase,
-        world.checkpoint,
-        *(lambda to=to: world.deliver(to) for to in ("feed", "worker", "rank")),
-        *(rank.ask for rank in world.ranks),
-        *(lambda number=number: world.train(number) for number in range(len(world.ranks))),
-    ]
-    draw.choice(choices)()
+    if draw.random() < 0.15:
+        world.round(draw)
+        return
+    if draw.random() < 0.4:
+        to = draw.choice(["feed", "worker", "rank"])
+        for _ in range(draw.choice([1, len(world.queue(to))])):
+            world.deliver(to)
+        return
+    worker = world.workers[draw.choice(sorted(world.workers))]
+    worker_steps = [worker.work, worker.work, worker.want, lambda: world.restart_worker(worker.name)]
+    rank_steps = [rank_step for rank in world.ranks for rank_step in (rank.ask, rank.release)]
+    rank_steps += [lambda number=number: world.train(number) for number in range(len(world.ranks))]
+    trainer_steps = [world.turn, world.turn, world.finish_phase, world.start_trainer]
+    draw.choice([*worker_steps, *rank_steps, *trainer_steps])()
+    if draw.random() < 0.03:
+        world.checkpoint()
 
 
 def fault(world: World, draw: random.Random) -> None:
-    names = sorted(world.workers)
-    name = draw.choice(names)
-    to = draw.choice(["feed", "worker", "rank"])
+    name = draw.choice(sorted(world.workers))
+    to, at = draw.choice(["feed", "worker", "rank"]), draw.randint(0, 50)
+    if draw.random() < 0.05:
+        batch = draw.choice([train(0, 0), train(0, 1), train(1, 0), evaluation(1, 0)])
+        draw.choice([lambda: world.retire(name), world.add_worker, lambda: world.poison.add(batch)])()
+        return
     choices = [
         world.workers[name].kill,
-        lambda: world.restart_worker(name),
-        world.kill_trainer,
-        lambda: world.start_trainer(draw.randint(1, 3)),
-        lambda: world.deliver(to, draw.randint(0, 50)),
-        lambda: world.deliver(to, draw.randint(0, 50), keep=True),
-        lambda: lose(world, to, draw.randint(0, 50)),
+        lambda: world.deliver(to, at),
+        lambda: world.deliver(to, at, keep=True),
+        lambda: lose(world, to, at),
+        lambda: lose(world, "worker", at),
         lambda: world.workers[name].work(garbage=True),
     ]
     if draw.random() < 0.1:
-        choices = [lambda: world.retire(name)] if draw.random() < 0.5 else [world.add_worker]
+        choices = [world.kill_trainer, lambda: (world.kill_trainer(), world.start_trainer(draw.randint(1, 3)))]
     draw.choice(choices)()
 
 
 def lose(world: World, to: str, at: int) -> None:
-    queue: list = {"feed": world.to_feed, "worker": world.to_workers, "rank": world.to_ranks}[to]
+    queue = world.queue(to)
     if queue:
         del queue[at % len(queue)]
-
-
-if __name__ == "__main__":
-    import sys
-
-    for seed in itertools.islice(itertools.count(int(sys.argv[1])), int(sys.argv[2])):
-        world = random_run(seed)
-        try:
-            world.settle(order=random.Random(seed))
-        except BaseException:
-            print("seed", seed)
-            raise
-        finally:
-            world.close()
