@@ -88,6 +88,25 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
 
 
 @cli.command()
+@click.argument("out", type=click.Path(path_type=Path), default=Path("paceline-demo"))
+@click.option(
+    "--data",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True),
+    help="Chat file to train on. Default: a slice of SmolLM2's own answers that comes along.",
+)
+@click.option("--plain", is_flag=True, help="Plain lines even on a terminal.")
+def demo(out: Path, data: Path | None, plain: bool) -> int:
+    """Run the whole pipeline on a small real target here, CPU or GPU.
+
+    Everything it makes goes to the folder OUT. Takes up to five minutes on two cores.
+    """
+    from .demo import demo as run_demo
+
+    return run_demo(out, data=data, plain=plain)
+
+
+@cli.command()
 @click.argument("path", metavar="[RUN.toml]", type=click.Path(path_type=Path), default=Path("run.toml"))
 @click.option("--target", required=True, help="Local folder, GGUF file or hub id of a causal language model.")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use, 0 for CPU. Default: all of this machine.")
@@ -354,6 +373,96 @@ def clean(run: str | None, dry_run: bool) -> None:
 
 
 # Drafters
+
+
+@cli.command(name="eval")
+@click.argument("drafter", type=click.Path(path_type=Path))
+@click.option("--target", help="Folder, GGUF file or hub id. Default: the target that DRAFTER was trained for.")
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help='JSONL of {"prompt": text} or {"messages": [...]}. Default: the 16 prompts of the demo.',
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--block-size", type=click.IntRange(min=2), help="Anchor included. Default: the drafter's.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 keeps all.")
+@click.option(
+    "--proposals",
+    type=click.Choice(["greedy", "sampled"]),
+    default="sampled",
+    show_default=True,
+    help="How tokens are drafted at a temperature; the output's distribution is the target's either way.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--device", help="cuda:N or cpu. Default: cuda if there is one.")
+@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Write the whole report there, as JSON.")
+@click.option("--picture", metavar="FILE.png", type=click.Path(path_type=Path), help="Draw it there.")
+@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
+@_json_option
+def evaluate(
+    drafter: Path,
+    prompts: Path | None,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    proposals: Any,
+    seed: int,
+    out: Path | None,
+    picture: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Decode prompts with DRAFTER and its target: acceptance length, speed-up, and whether the output is the target's.
+
+    DRAFTER is a checkpoint or an exported folder. Exit code 1 if the output is not what the target alone would write.
+    """
+    from ..consumer.decode import Sampling
+    from ..consumer.evaluate import evaluate as evaluate_drafter
+    from .demo import DATA
+
+    sampling = Sampling(temperature, top_p, top_k, proposals, seed)
+    with _counter("prompts") as count:
+        progress = None if count is None else lambda done, _all: count(done)
+        report = evaluate_drafter(
+            drafter, prompts or DATA / "prompts.jsonl", sampling=sampling, progress=progress, **options
+        )
+    if out is not None:
+        report.write(out)
+    if picture is not None:
+        from ..consumer.plots import draw_evaluation
+
+        draw_evaluation({drafter.name: report}, picture)
+    click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+    return 0 if report.lossless else 1
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "format_name",
+    default="zlab",
+    show_default=True,
+    help="zlab: loads in z-lab's dflash, in SGLang and in vLLM.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Of the tensors. Default: the run's trainer.dtype.",
+)
+def export(checkpoint: Path, out: Path, format_name: str, dtype: str | None) -> None:
+    """Write the drafter of CHECKPOINT to the new folder OUT, in a format that engines load."""
+    from ..consumer.export import export as export_drafter
+
+    made = export_drafter(checkpoint, out, format_name, dtype=dtype)
+    click.echo(f"{made.tensors} tensors, {made.bytes / 1e6:.1f} MB in {made.dtype}: {made.folder}")
+    click.echo(f"measure it with: paceline eval {made.folder} --target {made.target}")
 
 
 # Entry point

@@ -393,11 +393,13 @@ def up(
     *,
     resume: str | None = None,
     plain: bool = False,
+    view: View | None = None,
     command: Command = paceline_command,
     policy: Policy | None = None,
 ) -> int:
     """Trains the run here until it is done or stopped; returns the exit code.
 
+    `view` shows it (default: the screen, or lines if `plain` is asked for or stdout is no terminal).
     `command` makes a child's command line from the `paceline` command and its arguments (tests put stand-ins here).
 
     Raises:
@@ -422,7 +424,7 @@ def up(
         trainer = child(TRAINER, "consumer", *(("--resume", resume) if resume else ()))
         workers = [child(f"w{index}", "producer", "--worker", str(index)) for index in range(run.workers.count)]
         prepare = child("prepare", "prepare")
-        return Supervisor(run, trainer, workers, make_view(run, plain), prepare=prepare, policy=policy).run()
+        return Supervisor(run, trainer, workers, view or make_view(run, plain), prepare=prepare, policy=policy).run()
 
 
 def _log_folder(run: RunFile) -> Path:

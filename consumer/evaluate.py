@@ -259,9 +259,11 @@ def evaluate_models(
     names: tuple[str, str] = ("", ""),
     decode: Callable[[list[int]], str] | None = None,
     progress: Callable[[int], None] | None = None,
+    replays: dict[tuple[int, ...], Replay] | None = None,
 ) -> EvalReport:
     """Evaluates loaded models on prompts of token ids. `names`: drafter and target, for the report; `decode`: token
-    ids to text, to keep the outputs; `progress`: called with the number of prompts done."""
+    ids to text, to keep the outputs; `progress`: called with the number of prompts done; `replays`: kept between the
+    evaluations of several drafters on the same model and prompts, whose outputs are mostly the same."""
     size = block_size or drafter.config.block_size
     if size < 2:
         raise UsageError("block size must be 2 or more, the anchor included")
@@ -272,6 +274,7 @@ def evaluate_models(
     # The first forwards of each kind pay for kernels and memory; without this the first prompt would carry that.
     warm = speculate(drafter, model, prompts[0], max_new_tokens=size + 1, sampling=sampling, block_size=size)
     replay(model, prompts[0], warm.tokens)
+    replays = {} if replays is None else replays
     for number, prompt in enumerate(prompts):
         generation = speculate(
             drafter,
@@ -283,7 +286,10 @@ def evaluate_models(
             block_size=size,
         )
         text = decode(generation.tokens) if decode else None
-        tally.add(number, len(prompt), generation, replay(model, prompt, generation.tokens), text)
+        key = (number, *generation.tokens)
+        if key not in replays:
+            replays[key] = replay(model, prompt, generation.tokens)
+        tally.add(number, len(prompt), generation, replays[key], text)
         if progress:
             progress(number + 1)
     return EvalReport(

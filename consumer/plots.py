@@ -76,7 +76,7 @@ def draw_timeline(
     path: Path,
 ) -> None:
     """A run over time. `samples`: mappings with `t` (seconds), `trainer` and one entry a worker under `workers`
-    (tokens/s), and `ready` (records in the rings); `events`: (seconds, what happened), marked by lines."""
+    (records/s), and `ready` (records in the rings); `events`: (seconds, what happened), marked by lines."""
     figure = _figure(10, 5)
     upper, lower = _axes(figure, 2, 1)
     times = [sample["t"] for sample in samples]
@@ -85,7 +85,7 @@ def draw_timeline(
         rates = [sample["workers"].get(name, 0.0) for sample in samples]
         upper.plot(times, rates, color=colour, label=f"target worker {name}")
     upper.plot(times, [sample["trainer"] for sample in samples], color="black", linewidth=1.2, label="trainer")
-    upper.set(title="Tokens per second", ylabel="tokens/s")
+    upper.set(title="Hidden-state records made and trained", ylabel="records/s")
     lower.step(times, [sample["ready"] for sample in samples], color=COLOURS[1], where="post")
     lower.set(title="Records waiting in the rings", xlabel="seconds", ylabel="READY slots")
     for axes in (upper, lower):

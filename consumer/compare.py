@@ -1,0 +1,94 @@
+"""A trained drafter beside the same drafter before its first step, in real decoding on held-out prompts.
+
+What `paceline demo` ends with: two evaluations of one checkpoint's run, their table and their picture.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from ..common.runfile import RunFile
+from ..common.target import load_causal_lm
+from ..common.target_info import TargetInfo, target_info
+from .checkpoint import load_state
+from .decode import Replay
+from .drafter import Drafter, DrafterConfig, init_drafter, read_target_tensors
+from .evaluate import EvalReport, evaluate_models, prompt_ids, read_prompts, stop_tokens
+from .export import load_drafter
+from .plots import draw_evaluation
+
+
+@dataclass(frozen=True)
+class Comparison:
+    untrained: EvalReport
+    trained: EvalReport
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table, a header first: one line a drafter."""
+        found: list[tuple[str, ...]] = [
+            ("drafter", "acceptance length", "mean of requests", "slot 1", "slot 2", "slot 3", "tokens/s"),
+        ]
+        for name, report in (("untrained", self.untrained), ("trained", self.trained)):
+            slots = [f"{rate:.0%}" for rate in report.per_position[:3]]
+            slots += ["-"] * (3 - len(slots))
+            figures = (f"{report.pooled:.3f}", f"{report.mean_of_requests:.3f}", *slots)
+            found.append((name, *figures, f"{report.speculative_tokens_per_s:.1f}"))
+        plain = self.trained.plain_tokens_per_s
+        return [*found, ("target alone", "1.000", "1.000", "", "", "", f"{plain:.1f}")]
+
+
+def compare(
+    checkpoint: Path,
+    drafter: Path,
+    prompts: Path,
+    picture: Path,
+    *,
+    max_new_tokens: int,
+    device: str,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Comparison:
+    """Decodes the prompts greedily with the exported `drafter` and with the first weights of the checkpoint's run.
+
+    progress(which, done, all) after each prompt. Writes the picture.
+    """
+    run = RunFile.model_validate(load_state(checkpoint).run)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    model = load_causal_lm(info.path, run.target.dtype, device, run.target.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(info.path)
+    ids = prompt_ids(tokenizer, read_prompts(prompts))
+    trained = load_drafter(drafter, dtype=model.dtype, device=device)
+    first = first_drafter(run, info, trained.config).to(device=device, dtype=model.dtype)
+    replays: dict[tuple[int, ...], Replay] = {}
+
+    def report(which: str, weights: Drafter) -> EvalReport:
+        return evaluate_models(
+            weights,
+            model,
+            ids,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_tokens(model, tokenizer),
+            names=(which, info.path),
+            decode=lambda tokens: str(tokenizer.decode(tokens)),
+            progress=partial(_tell, progress, which, len(ids)) if progress else None,
+            replays=replays,
+        )
+
+    found = Comparison(report("untrained", first), report("trained", trained))
+    draw_evaluation({"untrained": found.untrained, "trained": found.trained}, picture)
+    return found
+
+
+def _tell(progress: Callable[[str, int, int], None], which: str, count: int, done: int) -> None:
+    progress(which, done, count)
+
+
+def first_drafter(run: RunFile, info: TargetInfo, config: DrafterConfig) -> Drafter:
+    """The drafter as the run's trainer started it."""
+    tensors = read_target_tensors(info, config) if run.drafter.init_from == "target" else None
+    with torch.no_grad():
+        drafter = init_drafter(config, seed=run.trainer.seed, init_from=run.drafter.init_from, target_tensors=tensors)
+    return drafter.eval().requires_grad_(False)
