@@ -19,7 +19,16 @@ class Progress:
     """Sums up phases. `say` prints a line; `status_path` is replaced each second by the caller's `write`."""
 
     def __init__(
-        self, plan: Plan, *, name: str, ranks: int, step: int, slots: int, metrics: Metrics, status_path: Path
+        self,
+        plan: Plan,
+        *,
+        name: str,
+        ranks: int,
+        step: int,
+        listed: int,
+        slots: int,
+        metrics: Metrics,
+        status_path: Path,
     ):
         self._plan, self._metrics, self._path = plan, metrics, status_path
         self._began = time.monotonic()

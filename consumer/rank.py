@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from .job import RankJob, Reports
 from .source import RecordSource
 from .stop import StopFlag, StopRequested
 from .training import Boundary, Ending, Learner, Training
+
+if TYPE_CHECKING:
+    from .losses import Summary
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -63,21 +66,10 @@ class DFlash:
     def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
         lr = self._lr_at(step, total_steps, self._settings)
         result = self._learner.step(total, lr)
-        return result.finite, {"lr": lr, "grad_norm": result.grad_norm, **self._metrics(total)}
+        return result.finite, {"lr": lr, "grad_norm": result.grad_norm, **_metrics(result.summary)}
 
     def eval_metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
-        return self._metrics(total)
-
-    def _metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:
-        summary = self._summary(total)
-        values = {
-            "loss": summary.loss,
-            "acc": summary.accuracy,
-            "acc_slot": list(summary.accuracy_per_slot),
-            "tau": summary.tau,
-            "anchors": summary.blocks,
-        }
-        return values if summary.tau_chain is None else values | {"tau_chain": summary.tau_chain}
+        return _metrics(self._summary(total))
 
     def drafter_config(self) -> dict[str, Any]:
         return self._learner.config.to_dict()
@@ -94,6 +86,17 @@ class DFlash:
     def unmap_ring(self, address: int, size: int) -> None:
         if self._device.type == "cuda":
             self._transfer.unregister_host(address, size)
+
+
+def _metrics(summary: "Summary") -> dict[str, Any]:
+    values = {
+        "loss": summary.loss,
+        "acc": summary.accuracy,
+        "acc_slot": list(summary.accuracy_per_slot),
+        "tau": summary.tau,
+        "anchors": summary.blocks,
+    }
+    return values if summary.tau_chain is None else values | {"tau_chain": summary.tau_chain}
 
 
 MakeLearner = Callable[[RankJob, RunFile, Rows], Learner]
