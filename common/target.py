@@ -386,11 +386,19 @@ def _first_layers(config: Any, count: int) -> Any:
 class Target:
     """A target's decoder on one device, without the layers that nobody asks for and without its head."""
 
-    def __init__(self, info: TargetInfo, decoder: PreTrainedModel, layers: nn.ModuleList, device: torch.device) -> None:
+    def __init__(
+        self,
+        info: TargetInfo,
+        decoder: PreTrainedModel,
+        layers: nn.ModuleList,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.info = info
         self.decoder = decoder
         self.layers = layers
         self.device = device
+        self.dtype = dtype  # that it computes in, and states come out in
         self.mode: Mode = "alone"
         self._own_attention = str(decoder.config._attn_implementation)
 
@@ -418,21 +426,19 @@ class Target:
                     f"target: layer {last_layer} is out of range; it has layers 0 to {info.num_layers - 1}"
                 )
             del parts.layers[last_layer + 1 :]
-        device = torch.device(device)
+        device, computed = torch.device(device), compute_dtype(dtype, device)
+        if computed != as_dtype(dtype):  # else never cast: it would also round what the model keeps in float32
+            parts.decoder.to(computed)  # pyright: ignore[reportArgumentType]
         try:
-            decoder = parts.decoder.to(device, compute_dtype(dtype, device))  # pyright: ignore[reportArgumentType]
+            decoder = parts.decoder.to(device)  # pyright: ignore[reportArgumentType]
         except torch.OutOfMemoryError:
             raise ConfigError(f"target.path: {info.path} does not fit into the memory of {device}") from None
-        return cls(info, decoder, parts.layers, device)
+        return cls(info, decoder, parts.layers, device, computed)
 
     @property
     def can_pack(self) -> bool:
         """Whether rows run packed: true only after a `self_check()` that proved it."""
         return self.mode == "packed"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.layers[0].parameters()).dtype
 
     @torch.inference_mode()
     def forward_states(

@@ -171,6 +171,7 @@ class Supervisor:
         self.code: int | None = None  # set once the run is being ended
         self._kill_at = float("inf")
         self._term_workers_at = float("inf")
+        self._alone_at = float("inf")  # when to say that no workers are left, unless the run ends by then
         self._pending: deque[int] = deque()
         self._environment = {k: v for k, v in os.environ.items() if k not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
         self._environment["PYTHONUNBUFFERED"] = "1"
@@ -266,7 +267,8 @@ class Supervisor:
             if child is self.trainer:
                 self._finish()
             elif child in self.workers:
-                self._worker_left(child)
+                self.view.event(f"{child.name} left")
+                self._alone_at = time.monotonic() + self.policy.leave
         elif code in _FATAL or child is self.prepare:
             self._show_failure(child, f"{child.name} {_died(code)}")
             child.state = "failed"
@@ -281,12 +283,6 @@ class Supervisor:
         self._show_failure(child, f"{child.name} {_died(code)} while stopping")
         if child is self.trainer and not self.code:
             self.code = 1
-
-    def _worker_left(self, child: Child) -> None:
-        self.view.event(f"{child.name} left")
-        alone = self.trainer.state == "running" and all(worker.state == "left" for worker in self.workers)
-        if alone and not paths.finished_path(self.run_file).exists():
-            self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
 
     def _failed(self, child: Child, code: int) -> None:
         policy, now = self.policy, time.monotonic()
@@ -341,6 +337,10 @@ class Supervisor:
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         running = [child for child in self.active if child.state == "running"]
+        if now >= self._alone_at:
+            self._alone_at = float("inf")
+            if self.code is None and all(worker.state == "left" for worker in self.workers):
+                self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
         if now >= self._term_workers_at:
             self._term_workers_at = float("inf")
             for child in running:

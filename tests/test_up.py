@@ -15,8 +15,9 @@ import pytest
 from paceline.common import paths
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
+from paceline.common.progress import PlainView
 from paceline.common.runfile import load
-from paceline.common.up import Policy, Tail, up
+from paceline.common.up import Child, Policy, Supervisor, Tail, up
 
 QUICK = Policy(limit=3, window=60, first_pause=0.05, longest_pause=0.1, leave=5, stop=20)
 FOREVER = "while :; do sleep 0.02; done"
@@ -83,6 +84,26 @@ def test_workers_that_miss_the_end_are_told(run_path: Path) -> None:
     scripts = Scripts(consumer=f"{wait_for('up', run_path.parent / 'out/logs/w0.log')}; touch {marker}")
     assert up(run_path, command=scripts, policy=Policy(leave=0.1)) == 0
     assert log(run_path, "w0") == "up\nsaved\n"
+
+
+class Noting(PlainView):
+    """Touches a file once an event holds a text, so that a script can go on from there."""
+
+    def __init__(self, text: str, file: Path) -> None:
+        self.text, self.file = text, file
+
+    def event(self, text: str, urgent: bool = False) -> None:
+        if self.text in text:
+            self.file.touch()
+
+
+def test_a_trainer_without_workers_is_pointed_out(run_path: Path, tmp_path: Path) -> None:
+    run, said = load(run_path), tmp_path / "said"
+    script = f"until test -e {said}; do sleep 0.02; done; touch {finished(run_path)}"
+    trainer = Child("trainer", ["/bin/sh", "-c", script], tmp_path / "trainer.log")
+    worker = Child("w0", ["/bin/sh", "-c", "exit 0"], tmp_path / "w0.log")
+    view = Noting("no workers are left", said)
+    assert Supervisor(run, trainer, [worker], view, policy=Policy(leave=0.1)).run() == 0
 
 
 def test_a_marker_of_an_earlier_run_is_removed(run_path: Path) -> None:

@@ -277,6 +277,32 @@ def test_rows_of_another_vocabulary_are_refused(run, tmp_path):
     assert not ring_path(run).exists()
 
 
+def test_a_real_target_is_loaded_checked_and_recorded(run, feed, tiny_target_dir, chat_file):
+    changed = run.model_dump()
+    changed["target"]["path"] = str(tiny_target_dir)
+    changed["target"]["layer_ids"] = [0, 2]
+    changed["data"] |= {"files": [str(chat_file)], "rows": None, "max_length": 128}
+    changed["stream"]["token_budget"] = 1024
+    run = RunFile.model_validate(changed)
+    code = []
+    thread = threading.Thread(target=lambda: code.append(worker_module.main(run, 0)), daemon=True)
+    thread.start()
+    incarnation = feed.hear(wire.Hello, seconds=60).incarnation
+    feed.give(incarnation, 0, 1)
+    readies = [feed.hear(wire.Ready), feed.hear(wire.Ready)]
+    ring = reader(run)
+    for ready in readies:
+        view = ring.slot(ready.slot)
+        meta, start = read_meta(ring.payload(view), view.length)
+        states = np.frombuffer(ring.payload(view)[start:], np.float32).reshape(2, len(meta.tokens), 64)
+        assert np.isfinite(states).all() and (states.std(axis=(1, 2)) > 0.01).all()
+        del states
+    ring.retire()
+    ring.close()
+    thread.join(20)
+    assert code == [0]
+
+
 # As a process: killed, stopped, started twice
 
 
