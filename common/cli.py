@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +69,8 @@ def _log_to_stderr() -> None:
 
 def _run_reference(text: str | None) -> tuple[str | None, Path]:
     """The name and the ring folder's parent of a run given by name or by run file, without validating the file."""
+    import tomllib
+
     from .paths import DEFAULT_RING_DIR
 
     if text is None or not text.endswith(".toml"):

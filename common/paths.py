@@ -12,7 +12,6 @@ may read the status): whoever could write there could speak for a worker. Import
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,7 @@ def _runtime_base() -> tuple[Path, int]:
         return system, 0o750
     if session := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(session) / "paceline", 0o700
-    return Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}", 0o700
+    return Path(f"/tmp/paceline-{os.geteuid()}"), 0o700  # not $TMPDIR: every process of a run must find it
 
 
 def _check_base(base: Path) -> None:

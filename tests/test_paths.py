@@ -1,0 +1,77 @@
+"""Run directories: where they are, and that they are this user's alone."""
+
+from pathlib import Path
+
+import pytest
+from paceline.common import paths
+from paceline.common.errors import ConfigError
+from paceline.common.runfile import RunFile
+
+VARIABLES = ("PACELINE_RUNTIME_DIR", "RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR", "PACELINE_CACHE", "CACHE_DIRECTORY")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "xdg"))
+    assert paths.run_dir("a") == tmp_path / "xdg/paceline/a"
+    assert (tmp_path / "xdg/paceline").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "sys").mkdir()
+    monkeypatch.setenv("RUNTIME_DIRECTORY", f"{tmp_path / 'sys'}:{tmp_path / 'other'}")
+    assert paths.run_dir("a") == tmp_path / "sys/a"
+    assert (tmp_path / "sys/a").stat().st_mode & 0o777 == 0o750, "the unit's group may read the status"
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "own"))
+    assert paths.run_dir("a") == tmp_path / "own/a"
+    assert paths.run_dir("a").stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in paths.find_run_dirs()] == ["a"] and not paths.find_run_dirs("b")
+
+
+def test_a_run_directory_open_to_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path))
+    folder = paths.run_dir("a")
+    for mode in (0o770, 0o755, 0o702):
+        folder.chmod(mode)
+        with pytest.raises(ConfigError, match="is open to others"):
+            paths.run_dir("a")
+    folder.rmdir()
+    (tmp_path / "real").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="not a folder"):
+        paths.run_dir("a")
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by others"):
+        paths.run_dir("b")
+
+
+def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path))
+    folder = paths.run_dir("a")
+    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"belongs to uid|can be written by others"):
+        paths.private_folder(folder)
+
+
+def test_long_socket_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFile.model_validate({"name": "r", "output": "/o", "target": {"path": "t"}, "data": {"files": ["d"]}})
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path))
+    assert paths.feed_address(run) == f"ipc://{tmp_path}/r/feed.sock"
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
+    with pytest.raises(ConfigError, match=r"at most 107 fit: set PACELINE_RUNTIME_DIR"):
+        paths.ranks_address(run)
+
+
+def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert paths.cache_dir() == tmp_path / "xdg/paceline"
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path / "unit"))
+    assert paths.cache_dir() == tmp_path / "unit"
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "own"))
+    assert paths.cache_dir() == tmp_path / "own"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file/below"))
+    with pytest.raises(ConfigError, match="set PACELINE_CACHE"):
+        paths.cache_dir()
