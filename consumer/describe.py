@@ -4,6 +4,7 @@ Reading a target's config and tokenizer takes transformers, which brings torch. 
 days beside its ranks, asks a process of its own (`python -m paceline.consumer.describe`) that is gone a moment later.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -68,16 +69,19 @@ def describe_apart(run: RunFile, alive: Callable[[], object] = lambda: None) -> 
 
 
 def _talk(process: "subprocess.Popen[str]", question: str, alive: Callable[[], object]) -> str:
+    unsent: str | None = question
     while True:
         try:
-            return process.communicate(question, timeout=_ALIVE_SECONDS)[0]
-        except subprocess.TimeoutExpired:  # it goes on where it was when asked again
+            return process.communicate(unsent, timeout=_ALIVE_SECONDS)[0]
+        except subprocess.TimeoutExpired:  # another call goes on where this one was
+            unsent = None
             alive()
 
 
 def main() -> int:
     try:
-        facts = describe(RunFile.model_validate_json(sys.stdin.read()))
+        with contextlib.redirect_stdout(sys.stderr):  # the answer is all that may be on it
+            facts = describe(RunFile.model_validate_json(sys.stdin.read()))
     except PacelineError as error:
         print(json.dumps({"error": str(error)}))
         return error.exit_code

@@ -5,6 +5,7 @@ loop (training.py). Imports no torch by itself.
 """
 
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -29,10 +30,12 @@ from .group import Group, LocalGroup, TorchGroup
 from .job import RankJob, Reports
 from .source import RecordSource
 from .stop import StopFlag, StopRequested
-from .training import Boundary, Ending, Learner, Training
+from .training import Boundary, Learner, Training
 
 if TYPE_CHECKING:
     from .losses import Summary
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -56,6 +59,9 @@ class DFlash:
         if run.trainer.threads:
             torch.set_num_threads(run.trainer.threads)
         self._device, self._settings = torch.device(job.device), run.optimizer
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._locked: set[int] = set()  # addresses of page-locked rings
         self._torch, self._lr_at, self._summary, self._transfer = torch, optim.lr_at, losses.Summary.of, transfer
         info = target_info(run.target.path, run.target.trust_remote_code)
         self._learner = learner.build_learner(run, info, job.layer_ids, device=self._device, used_token=rows.used_token)
@@ -80,11 +86,22 @@ class DFlash:
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def map_ring(self, address: int, size: int) -> None:
-        if self._device.type == "cuda":
-            self._transfer.register_host(address, size)
+        """Page-lock the ring, from the source's thread; without it copies work, but slower."""
+        if self._device.type != "cuda":
+            return
+        try:
+            with self._torch.cuda.device(self._device):  # else a context is made on the first GPU as well
+                self._transfer.register_host(address, size)
+            self._locked.add(address)
+        except PacelineError as error:
+            log.warning("%s; copies from this ring are slower", error)
 
     def unmap_ring(self, address: int, size: int) -> None:
-        if self._device.type == "cuda":
+        if address not in self._locked:
+            return
+        self._locked.remove(address)
+        with self._torch.cuda.device(self._device):
+            self._torch.cuda.synchronize()  # a record that was dropped may still be on its way
             self._transfer.unregister_host(address, size)
 
 
@@ -110,6 +127,7 @@ def join_group(job: RankJob) -> Group:
 def main(make_learner: MakeLearner = DFlash, make_group: MakeGroup = join_group) -> int:
     """The rank process. Returns its exit code."""
     flag = StopFlag()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's: it tells its ranks
     flag.install(signal.SIGTERM)
     job = RankJob.from_json(sys.stdin.read())
@@ -117,18 +135,17 @@ def main(make_learner: MakeLearner = DFlash, make_group: MakeGroup = join_group)
     reports = Reports(job.reports)
     reports.doing("starting")
     try:
-        ending = _run(job, reports, flag, make_learner, make_group)
-    except StopRequested:
-        ending = Ending("stopped")
+        return _run(job, reports, flag, make_learner, make_group)
+    except StopRequested:  # while it was loading
+        reports.end("stopped", "")
+        return 0
     except PacelineError as error:
         print(f"paceline: rank {job.rank}: {error}", file=sys.stderr, flush=True)
         reports.end("crashed", str(error))
         return error.exit_code
-    reports.end(ending.kind, ending.why)
-    return 1 if ending.kind == "failed" else 0
 
 
-def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearner, make_group: MakeGroup) -> Ending:
+def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearner, make_group: MakeGroup) -> int:
     run = RunFile.model_validate(job.run)
     lock = FileLock(paths.rank_lock(run, job.rank), f"rank {job.rank} of run {run.name}")
     if not lock.acquire():
@@ -160,9 +177,10 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
         ending = Training(job, run, plan, learner, group, source, reports, flag, boundary).run()
     finally:
         source.close()
+    reports.end(ending.kind, ending.why)
     if ending.kind == "finished":
         group.close()  # after a stop others may be gone, and NCCL would wait for them
-    return ending
+    return 1 if ending.kind == "failed" else 0
 
 
 if __name__ == "__main__":

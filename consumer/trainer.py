@@ -393,7 +393,7 @@ class Trainer:
         if saving and self._failure is None and self._flag.count < 2:
             return
         stuck = ", ".join(f"rank {rank.number} ({rank.state})" for rank in self._ranks.running)
-        lost = any(rank.state != "starting" for rank in self._ranks.running)
+        lost = any(rank.end is None and rank.state != "starting" for rank in self._ranks.running)
         self._killed = True
         self._ranks.kill()
         if self._failure is None and lost:

@@ -1,0 +1,139 @@
+"""A real, tiny target and the real drafter, through the command line: trained, killed, resumed, audited."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paceline.common import paths
+from paceline.common.runfile import RunFile, to_toml
+from paceline.common.telemetry import read_metrics
+from paceline.consumer import checkpoint as ck
+from paceline.consumer.audit import audit
+from safetensors.numpy import load_file
+
+PATIENCE = 300.0  # seconds, on a loaded machine
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_target_dir: Path, chat_file: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return RunFile.model_validate(
+        {
+            "name": "tiny",
+            "output": str(tmp_path / "out"),
+            "target": {"path": str(tiny_target_dir), "dtype": "float32"},
+            "data": {"files": [str(chat_file)], "max_length": 256, "held_out": 8},
+            "stream": {"token_budget": 1024, "order": "strict", "slots": 2, "ring_dir": str(tmp_path / "shm")},
+            "workers": {"devices": ["cpu"]},
+            "trainer": {
+                "batches_per_step": 2,
+                "epochs": 1,
+                "max_steps": 6,
+                "dtype": "float32",
+                "devices": ["cpu"],
+                "threads": 1,
+            },
+            "drafter": {"layers": 1, "block_size": 4, "mask_token_id": 3},
+            "optimizer": {"lr": 5e-3},
+            "checkpoint": {"every_steps": 2, "keep_last": 9},
+            "evaluation": {"every_steps": 3},
+            "logging": {"log_every": 1},
+        }
+    )
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(run, *command): a paceline command on the run file; its output goes to a log in tmp_path."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(run: RunFile, command: str, *options: str, **environment: str) -> "subprocess.Popen[bytes]":
+        file = tmp_path / "run.toml"
+        file.write_text(to_toml(run))
+        with (tmp_path / f"{command}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.common.cli", command, str(file), *options],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+            )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def log(tmp_path: Path) -> str:
+    return "\n".join(f"== {file.name}\n{file.read_text()}" for file in sorted(tmp_path.glob("*.log")))
+
+
+def weights(run: RunFile) -> dict[str, Any]:
+    path, skipped = ck.newest_complete(paths.checkpoint_dir(run))
+    assert path is not None
+    assert skipped == ()
+    return load_file(path / ck.MODEL)
+
+
+def steps(run: RunFile) -> list[tuple[int, float, float]]:
+    lines = read_metrics(Path(run.output))
+    return [(line["step"], line["loss"], line["lr"]) for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_killed_run_ends_with_the_same_weights(run: RunFile, start: Start, tmp_path: Path):
+    first = run.model_copy(update={"output": str(tmp_path / "undisturbed"), "name": "undisturbed"})
+    worker, trainer = start(first, "producer"), start(first, "consumer")
+    assert trainer.wait(PATIENCE) == 0, log(tmp_path)
+    assert worker.wait(PATIENCE) == 0, log(tmp_path)
+
+    trainer = start(run, "consumer", PACELINE_FAULT="rank.gathered-not-stepped:4")
+    worker = start(run, "producer")
+    assert trainer.wait(PATIENCE) == 1, log(tmp_path)
+    worker.kill()
+    worker.wait()
+    trainer = start(run, "consumer")
+    worker = start(run, "producer")
+    assert trainer.wait(PATIENCE) == 0, log(tmp_path)
+    assert worker.wait(PATIENCE) == 0, log(tmp_path)
+
+    assert "resuming run tiny-" in log(tmp_path)
+    expected, found = weights(first), weights(run)
+    assert expected.keys() == found.keys()
+    assert all((expected[name] == found[name]).all() for name in expected), "bit-equal in strict order on CPU in fp32"
+    report = audit(ck.folders(paths.checkpoint_dir(run))[0])
+    assert report.finished, report.text()
+    assert steps(first) == steps(run)
+    assert {"tau", "tau_chain"} <= read_metrics(Path(run.output))[-1].keys()
+
+
+@pytest.mark.slow
+def test_two_ranks_over_gloo_follow_one(run: RunFile, start: Start, tmp_path: Path):
+    """The gradient does not depend on how a step's records are split over ranks."""
+    losses = []
+    for ranks in (1, 2):
+        trainer = run.trainer.model_copy(update={"ranks": ranks, "max_steps": 3})
+        name = f"ranks{ranks}"
+        one = run.model_copy(update={"trainer": trainer, "name": name, "output": str(tmp_path / name)})
+        worker, consumer = start(one, "producer"), start(one, "consumer")
+        assert consumer.wait(PATIENCE) == 0, log(tmp_path)
+        assert worker.wait(PATIENCE) == 0, log(tmp_path)
+        losses.append([loss for _, loss, _ in steps(one)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_wrong_mask_token_keeps_its_exit_code(run: RunFile, start: Start, tmp_path: Path):
+    wrong = run.model_copy(update={"drafter": run.drafter.model_copy(update={"mask_token_id": 100000})})
+    assert start(wrong, "consumer").wait(PATIENCE) == 78, log(tmp_path)
+    assert "mask" in log(tmp_path)
