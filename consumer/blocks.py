@@ -13,8 +13,9 @@ explicit mask, document by document: the reference, used on CPU) and `FlexAttent
 CUDA).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,7 +203,7 @@ class FlexAttention:
 
     def __call__(self, q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:
         keys, values = (_joined_tiles(a, b) for a, b in zip(context, block, strict=True))
-        kernel = _compiled_flex if self._compiled else flex_attention
+        kernel = _compiled_flex() if self._compiled else flex_attention
         mixed = kernel(_tiles(q)[None], keys[None], values[None], block_mask=self.mask(window), enable_gqa=True)
         assert isinstance(mixed, Tensor)
         return mixed[0, :, : self._slots]
@@ -298,7 +299,10 @@ def _joined_tiles(context: Tensor, block: Tensor) -> Tensor:
     return torch.cat([_tiles(context), _tiles(block)], 1)
 
 
-_compiled_flex = torch.compile(flex_attention, dynamic=True)
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    """Made on first use: torch.compile imports a compiler, which a CPU run never needs."""
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def to_device(columns: Sequence[NDArray[Any]], device: torch.device | str) -> list[Tensor]:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch.nn import functional as F
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
@@ -419,6 +420,9 @@ class Drafter(nn.Module):
 
     def compile_parts(self) -> None:
         """Fuses norms, RoPE and activations by torch.compile: for training on CUDA."""
+        # One version for each range of slot counts that fusion decisions hold in, twice for layers with and without an
+        # input gradient: more than the default limit of 8, beyond which the parts would run uncompiled.
+        dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
         for layer in self._draft_layers():
             layer.compile_parts()
 

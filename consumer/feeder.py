@@ -36,7 +36,7 @@ from .feedstate import FeedBroken, FeedState
 from .ledger import Ledger
 
 RESCAN_S = 1.0
-SILENT_S = 10.0
+SILENT_S = 60.0  # a worker in a long forward, or loading, says nothing meanwhile
 """A live worker that has said nothing for so long is reported; only its lock proves it dead."""
 
 _COMPLAIN_EVERY_S = 10.0
@@ -126,6 +126,7 @@ class Feeder:
         self._routes: dict[str, bytes] = {}
         self._rank_routes: dict[int, bytes] = {}
         self._waited: dict[str, float] = {}
+        self._silent: set[str] = set()
         self._complaints = _Complaints()
         self._failure: BaseException | None = None
         self._stopping = False
@@ -369,6 +370,15 @@ class Feeder:
                 raise
             self._state.counters.unroutable += 1
 
+    def _note_silence(self, worker: str, silent: bool) -> None:
+        """Log once that a live worker went silent, and once that it is back: an alarm that proves nothing."""
+        if silent and worker not in self._silent:
+            log.warning("worker %s is alive but has said nothing for %.0f s", worker, SILENT_S)
+            self._silent.add(worker)
+        elif not silent and worker in self._silent:
+            log.info("worker %s is heard again", worker)
+            self._silent.discard(worker)
+
     def _take_snapshot(self, scans: list[RingScan]) -> FeedSnapshot:
         state, now = self._state, time.monotonic()
         workers: list[WorkerStatus] = []
@@ -376,8 +386,7 @@ class Feeder:
             hint = state.workers.get(scan.worker)
             connected = hint is not None and scan.alive and hint.incarnation == scan.incarnation
             silent = connected and now - hint.heard_at > SILENT_S if hint else False
-            if silent:
-                self._complaints.log(f"silent {scan.worker}", f"worker {scan.worker} is alive but silent")
+            self._note_silence(scan.worker, silent)
             workers.append(
                 WorkerStatus(
                     worker=scan.worker,

@@ -1,8 +1,8 @@
 """What a rank does with a record: forward, loss and backward of its rows, then one optimiser step for all ranks.
 
-`Learner` is what the rank's loop (rank.py) knows of training; `DFlashLearner` is the DFlash drafter's. A record is cut
-into micro-batches of whole rows. Gradients and metrics only ever add up, unnormalised, until `step` divides them once
-by the weight summed over all ranks; so splits change nothing. What is drawn depends on (seed, epoch, row id) alone.
+A record is cut into micro-batches of whole rows. Gradients and metrics only ever add up, unnormalised, until `step`
+divides them once by the weight summed over all ranks; so splits change nothing. What is drawn depends on (seed, epoch,
+row id) alone. Called by the rank's loop (rank.py, training.py).
 
 A step, on each rank:    train_record(...) for its records;  sums() -> all-reduce;  reduce(group);  step(total, lr)
 An evaluation:           eval_record(...) for its records;   sums() -> all-reduce;  Summary.of(total);  discard()
@@ -76,42 +76,6 @@ class FrozenWeights(Protocol):
     def embed_weight(self) -> Tensor: ...
     @property
     def head_weight(self) -> Tensor: ...
-
-
-class Learner(Protocol):
-    """A model in training, on one rank."""
-
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
-        """Adds a record's gradients and sums. On return its slot may be released."""
-        ...
-
-    def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
-        """Adds a record's sums, chains included; no gradients. On return its slot may be released."""
-        ...
-
-    def sums(self) -> NDArray[np.float64]:
-        """This rank's sums since the last step or `discard`: to be added up over ranks (`Summary.of`)."""
-        ...
-
-    def reduce(self, group: Reducer) -> None:
-        """Adds the ranks' gradients up. Every rank calls it, also one that had no record."""
-        ...
-
-    def step(self, total: NDArray[np.float64], lr: float) -> StepResult:
-        """Applies the reduced gradients; total: the ranks' added-up sums. Clears gradients and sums."""
-        ...
-
-    def discard(self) -> None:
-        """Drops the gradients and sums of an unfinished step."""
-        ...
-
-    def snapshot(self) -> Callable[[Path], None]:
-        """Copies weights and optimiser state now; the result writes them into a folder, from any thread."""
-        ...
-
-    def restore(self, folder: Path) -> None:
-        """Takes weights and optimiser state from a folder that a snapshot wrote."""
-        ...
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -192,6 +156,10 @@ class DFlashLearner:
     # Records
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
+        """Adds a record's gradients and sums. states: the record's [planes, T, H] bytes in its slot.
+
+        On return the slot may be released: nothing points into it and no copy out of it is under way.
+        """
         micros = self._micro_batches(meta, epoch)
         blocks = [self._pack(rows, rows.anchors) for rows in micros]
         needed = [
@@ -203,6 +171,7 @@ class DFlashLearner:
 
     @torch.no_grad()
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
+        """Adds a record's sums, chains included; no gradients. On return its slot may be released."""
         micros = self._micro_batches(meta, EVAL_EPOCH)
         needed = [len(rows.tokens) for rows in micros]
         for rows, features in zip(micros, self._features(meta, states, micros, needed), strict=True):
@@ -299,12 +268,21 @@ class DFlashLearner:
     # Steps
 
     def sums(self) -> NDArray[np.float64]:
+        """This rank's sums since the last step or `discard`, to be added up over ranks (`Summary.of`).
+
+        The only place that waits for the device, with `step`.
+        """
         return self._sums.cpu().numpy().copy()
 
     def reduce(self, group: Reducer) -> None:
+        """Adds the ranks' gradients up. Every rank calls it, also one that had no record."""
         group.all_reduce(self.weights.gradients)
 
     def step(self, total: NDArray[np.float64], lr: float) -> StepResult:
+        """Applies the reduced gradients; total: the ranks' added-up sums. Clears gradients and sums.
+
+        A step without a scored slot changes nothing and is finite.
+        """
         summary = Summary.of(total)
         finite = bool(np.isfinite(total).all())
         norm = 0.0
@@ -314,12 +292,14 @@ class DFlashLearner:
         return StepResult(finite and math.isfinite(norm), norm, summary)
 
     def discard(self) -> None:
+        """Drops the gradients and sums of an unfinished step, or an evaluation's sums."""
         self.weights.gradients.zero_()
         self._sums.zero_()
 
     # State
 
     def snapshot(self) -> Callable[[Path], None]:
+        """Copies weights and optimiser state now; the result writes them into a folder, from any thread."""
         model = _copied(self.weights.views(self.weights.masters))
         optimizer = _copied(self._optimizer.state_dict())
 
@@ -330,6 +310,7 @@ class DFlashLearner:
         return write
 
     def restore(self, folder: Path) -> None:
+        """Takes weights and optimiser state from a folder that a snapshot wrote; PacelineError when they do not fit."""
         try:
             model, optimizer = load_file(folder / MODEL_FILE), load_file(folder / OPTIMIZER_FILE)
         except (OSError, SafetensorError) as error:
@@ -358,6 +339,8 @@ def build_learner(
     shape or target that does not fit.
     """
     device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # page-locking and compiled kernels use the current device
     config = DrafterConfig.from_target(info, run, layer_ids)
     check_mask_token(config.mask_token_id, info, pad_token_id=pad_token_id(Path(info.path)), used_token=used_token)
     dtype = compute_dtype(run.trainer.dtype, device)

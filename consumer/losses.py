@@ -10,7 +10,9 @@ argmax and its gradient dh = w·(softmax - onehot)·W are computed before the ne
 scales the stored dh: the head costs two matrix products a slot, with no recomputation.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +63,10 @@ def _softmax_pointwise(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tup
     return -scores.gather(1, label)[:, 0], logits.argmax(-1) == labels, slope.to(logits.dtype)
 
 
-_fused_softmax = torch.compile(_softmax_pointwise, dynamic=True)
+@cache
+def _fused_softmax() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Made on first use: torch.compile imports a compiler, which a CPU run never needs."""
+    return torch.compile(_softmax_pointwise, dynamic=True)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -72,7 +77,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = hidden.new_empty(len(labels), dtype=wide)
         hits = torch.empty_like(labels, dtype=torch.bool)
-        softmax = _fused_softmax if hidden.is_cuda else softmax_parts
+        softmax = _fused_softmax() if hidden.is_cuda else softmax_parts
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)

@@ -2,17 +2,20 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from drafting import CONFIG, MASK_ID, SLIDING, make_drafter, make_head, make_rows, make_run, plain_block
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.target_info import target_info
 from paceline.consumer.anchors import chain_starts, draw_anchors
 from paceline.consumer.blocks import default_gamma
 from paceline.consumer.drafter import ContextCache
-from paceline.consumer.learner import DFlashLearner, compute_dtype, micro_batches
+from paceline.consumer.learner import DFlashLearner, build_learner, compute_dtype, micro_batches
 from paceline.consumer.losses import Summary
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 HEAD = make_head(3)
@@ -246,6 +249,42 @@ def test_a_checkpoint_of_another_drafter_is_refused(tmp_path):
     assert torch.equal(learner.weights.masters, before)
     with pytest.raises(PacelineError, match="unreadable"):
         learner.restore(tmp_path / "none")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tiny Llama's folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("llama")
+    shape: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(vocab_size=61, num_hidden_layers=6, head_dim=16, pad_token_id=0, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("init_from", ["random", "target"])
+def test_built_from_a_target_folder(llama, init_from):
+    run = make_run(target={"path": str(llama)}, drafter={"init_from": init_from})
+    one, two = (build_learner(run, target_info(str(llama)), [1, 3], device="cpu") for _ in range(2))
+    assert torch.equal(one.weights.masters, two.weights.masters)
+    q_proj = load_file(llama / "model.safetensors")["model.layers.4.self_attn.q_proj.weight"]
+    assert torch.equal(one.drafter.state_dict()["layers.0.self_attn.q_proj.weight"], q_proj) == (init_from == "target")
+    train(one, (0, 1))
+    assert one.step(one.sums(), 1e-3).finite
+
+
+@pytest.mark.parametrize(("token", "words"), [(0, "pad"), (2, "eos"), (9, "occurs in the data")])
+def test_a_mask_token_in_use_is_refused(llama, token, words):
+    run = make_run(target={"path": str(llama)}, drafter={"mask_token_id": token})
+    with pytest.raises(ConfigError, match=words):
+        build_learner(run, target_info(str(llama)), [1, 3], device="cpu", used_token=lambda token: token == 9)
 
 
 def test_micro_batches_are_runs_of_wanted_rows():

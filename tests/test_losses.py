@@ -7,10 +7,12 @@ from paceline.consumer.losses import (
     SCALARS,
     HeadLoss,
     Summary,
+    _softmax_pointwise,
     accepted,
     block_sums,
     head_cross_entropy,
     head_hits,
+    softmax_parts,
     sums_size,
 )
 from torch.nn import functional as F
@@ -112,3 +114,25 @@ def test_tau_chain_is_a_mean_over_chained_blocks():
     sums = np.zeros(sums_size(4))
     sums[SCALARS.index("chain_accepted")], sums[SCALARS.index("chain_blocks")] = 3, 4
     assert Summary.of(sums).tau_chain == 1.75
+
+
+def test_both_forms_of_the_softmax_agree(slots):
+    hidden, head, labels, _ = slots
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (hidden.detach() @ head.T).to(dtype)
+        for one, two in zip(
+            softmax_parts(logits, labels, torch.float32), _softmax_pointwise(logits, labels, torch.float32), strict=True
+        ):
+            torch.testing.assert_close(one, two)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused form runs on CUDA")
+def test_fused_equals_plain_on_cuda(slots):
+    hidden, head, labels, weights = slots
+    scored = head_cross_entropy(hidden, head, labels, weights)
+    (expected,) = torch.autograd.grad(scored.loss, hidden)
+    moved = [t.detach().cuda() for t in slots]
+    fused = head_cross_entropy(moved[0].requires_grad_(), *moved[1:], chunk_bytes=5 * 4 * 101)
+    (gradient,) = torch.autograd.grad(fused.loss, moved[0])
+    torch.testing.assert_close(fused.losses.cpu(), scored.losses, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-3, atol=1e-3)
