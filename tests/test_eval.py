@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
 from paceline.common.target import load_causal_lm
 from paceline.common.target_info import target_info
@@ -174,3 +175,14 @@ def test_pictures_of_a_run(tmp_path: Path) -> None:
     draw_timeline(samples, [(4.0, "w1 killed"), (6.0, "w1 back")], tmp_path / "timeline.png")
     for path in (tmp_path / "deep" / "training.png", tmp_path / "timeline.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command(drafter_dir: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--out", str(tmp_path / "eval.json"), "--picture", str(tmp_path / "eval.png")]
+    common = ["eval", str(drafter_dir), "--prompts", str(prompts_file), "--limit", "1", "--dtype", "float32"]
+    assert main([*common, "--max-new-tokens", "4", *files]) == 0
+    assert "bonus token counted" in capsys.readouterr().out
+    assert json.loads((tmp_path / "eval.json").read_text())["verifications"] >= 1
+    assert main([*common, "--max-new-tokens", "4", "--temperature", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sampling"]["proposals"] == "sampled"
+    assert main(["eval", str(tmp_path), "--prompts", str(prompts_file)]) == 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dflash import model as zlab
 from paceline.common.batch import Kind
+from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
 from paceline.common.target import find_parts
 from paceline.consumer.checkpoint import CheckpointState, write_checkpoint
@@ -262,3 +263,13 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         export(saved, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = checkpoint(tmp_path / "run", init_drafter(config(), seed=1))
+    assert main(["export", str(saved), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    said = capsys.readouterr().out
+    assert "25 tensors" in said and "bfloat16" in said and "--target /models/tiny" in said
+    assert main(["export", str(saved), str(tmp_path / "other"), "--format", "onnx"]) == 2
+    assert main(["export", str(saved), str(tmp_path / "out")]) == 78
+    assert len(capsys.readouterr().err.splitlines()) == 2
