@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/paceline demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/python -m ruff check .

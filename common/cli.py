@@ -417,7 +417,7 @@ def evaluate(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Decode prompts with DRAFTER and its target: acceptance length, speed-up, and whether the output is the target's.
+    """Measure acceptance length and speed-up in real decoding.
 
     DRAFTER is a checkpoint or an exported folder. Exit code 1 if the output is not what the target alone would write.
     """
@@ -457,7 +457,7 @@ def evaluate(
     help="Of the tensors. Default: the run's trainer.dtype.",
 )
 def export(checkpoint: Path, out: Path, format_name: str, dtype: str | None) -> None:
-    """Write the drafter of CHECKPOINT to the new folder OUT, in a format that engines load."""
+    """Write a checkpoint's drafter in a format that engines load."""
     from ..consumer.export import export as export_drafter
 
     made = export_drafter(checkpoint, out, format_name, dtype=dtype)

@@ -1,12 +1,16 @@
 """Small tokenizers, targets and conversations that tests build in seconds: no download, nothing outside tmp."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# The models of the tests are tiny: a second thread costs them more than it gives, most of all beside other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
