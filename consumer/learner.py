@@ -41,7 +41,16 @@ from .drafter import (
     pad_token_id,
     read_target_tensors,
 )
-from .losses import SCALARS, Summary, accepted, block_sums, head_cross_entropy, head_hits, sums_size
+from .losses import (
+    SCALARS,
+    Summary,
+    accepted,
+    accepted_lazily,
+    block_sums,
+    head_cross_entropy,
+    head_hits,
+    sums_size,
+)
 from .optim import MasterAdamW, MasterWeights, copy_strictly
 from .transfer import StateReader, view_states
 
@@ -258,8 +267,13 @@ class DFlashLearner:
         def accept(anchors: list[Positions]) -> NDArray[np.int64]:
             blocks = self._pack(rows, anchors)
             hidden, inputs = self._hidden(blocks, context)
-            hits = head_hits(hidden, self._head, inputs.labels, chunk_bytes=self._chunk)
-            return accepted(hits, inputs.cells, blocks.count, self.config.block_size).cpu().numpy().astype(np.int64)
+            size = self.config.block_size
+            if self.device.type == "cpu":
+                counts = accepted_lazily(hidden, self._head, inputs.labels, inputs.cells, blocks.count, size)
+            else:
+                hits = head_hits(hidden, self._head, inputs.labels, chunk_bytes=self._chunk)
+                counts = accepted(hits, inputs.cells, blocks.count, size)
+            return counts.cpu().numpy().astype(np.int64)
 
         chains = run_chains([rows.mask[start:stop] for start, stop in rows.bounds], accept)
         self._sums[SCALARS.index("chain_accepted")] += chains.accepted

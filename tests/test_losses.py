@@ -9,6 +9,7 @@ from paceline.consumer.losses import (
     Summary,
     _softmax_pointwise,
     accepted,
+    accepted_lazily,
     block_sums,
     head_cross_entropy,
     head_hits,
@@ -136,3 +137,20 @@ def test_fused_equals_plain_on_cuda(slots):
     (gradient,) = torch.autograd.grad(fused.loss, moved[0])
     torch.testing.assert_close(fused.losses.cpu(), scored.losses, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_lazy_acceptance_is_the_whole_ones(right: float):
+    """Scored slots of 50 blocks of 6, cut at various lengths; labels agree with the head's choice at the given rate."""
+    generator = torch.Generator().manual_seed(3)
+    blocks, size, vocab = 50, 6, 23
+    lengths = torch.randint(0, size, (blocks,), generator=generator).tolist()
+    cells = torch.tensor([block * size + slot for block in range(blocks) for slot in range(1, 1 + lengths[block])])
+    hidden = torch.randn(len(cells), 8, generator=generator)
+    head = torch.randn(vocab, 8, generator=generator)
+    best = (hidden @ head.T).argmax(-1)
+    labels = torch.where(torch.rand(len(cells), generator=generator) < right, best, (best + 1) % vocab)
+    whole = accepted(head_hits(hidden, head, labels), cells, blocks, size)
+    assert torch.equal(accepted_lazily(hidden, head, labels, cells, blocks, size), whole)
+    assert bool(whole.any()) == (right > 0)
+    assert right < 1 or whole.sum() == sum(lengths)
