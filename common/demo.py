@@ -182,6 +182,9 @@ def demo(
     code = up(run_path, view=view)
     if code:
         return code
+    if not paths.finished_path(run).exists():
+        console.print("[red]the demo was stopped before its run was finished")
+        return 1
     _remove_stale_rings(run)
     timeline = out / "timeline.png"
     _draw_run(run, view.timeline, timeline, out / "training.png")
