@@ -42,6 +42,27 @@ def run_chains(
     return ChainSums(right, blocks)
 
 
+def accept_everywhere(
+    masks: Sequence[NDArray[np.uint8]], accept: Callable[[list[NDArray[np.int64]]], NDArray[np.int64]], most: int
+) -> Callable[[list[NDArray[np.int64]]], NDArray[np.int64]]:
+    """`accept` for `run_chains`, answered from a table of every anchor there can be, `most` blocks at a time.
+
+    A block depends on its anchor and the context alone, not on the chain. A drafter that is often wrong steps through
+    nearly all anchors anyway, and hundreds of rounds of a few blocks, each reading the whole head, cost far more.
+    """
+    places = [candidates(mask) for mask in masks]
+    row = np.repeat(np.arange(len(masks)), [len(p) for p in places])
+    at = np.concatenate([*places, np.zeros(0, np.int64)])
+    table = [np.zeros(len(mask), np.int64) for mask in masks]
+    for first in range(0, len(at), most):
+        part = slice(first, first + most)
+        anchors = [at[part][row[part] == r] for r in range(len(masks))]
+        counts = np.split(accept(anchors), np.cumsum([len(a) for a in anchors])[:-1])
+        for answers, where, found in zip(table, anchors, counts, strict=True):
+            answers[where] = found
+    return lambda anchors: np.concatenate([answers[a] for answers, a in zip(table, anchors, strict=True)])
+
+
 def _last_anchors(mask: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Last anchor of the run of each of `chain_starts`."""
     places = candidates(mask)

@@ -30,7 +30,7 @@ from ..common.target import FrozenHead, as_dtype
 from ..common.target_info import TargetInfo
 from .anchors import Positions, draw_anchors
 from .blocks import Blocks, DenseAttention, FlexAttention, default_gamma, pack_blocks, to_device
-from .chains import run_chains
+from .chains import accept_everywhere, run_chains
 from .drafter import (
     Attend,
     ContextKV,
@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
 HEAD_CHUNK = {"cpu": 2**26, "cuda": 2**30}  # bytes of float32 logits at a time
+CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
 
@@ -275,7 +276,8 @@ class DFlashLearner:
                 counts = accepted(hits, inputs.cells, blocks.count, size)
             return counts.cpu().numpy().astype(np.int64)
 
-        chains = run_chains([rows.mask[start:stop] for start, stop in rows.bounds], accept)
+        masks = [rows.mask[start:stop] for start, stop in rows.bounds]
+        chains = run_chains(masks, accept_everywhere(masks, accept, CHAIN_BLOCKS[self.device.type]))
         self._sums[SCALARS.index("chain_accepted")] += chains.accepted
         self._sums[SCALARS.index("chain_blocks")] += chains.blocks
 

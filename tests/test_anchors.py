@@ -18,7 +18,7 @@ from paceline.consumer.blocks import (
     pack_blocks,
     tile_kinds,
 )
-from paceline.consumer.chains import run_chains
+from paceline.consumer.chains import accept_everywhere, run_chains
 
 
 def bits(text: str) -> np.ndarray:
@@ -219,3 +219,20 @@ def test_chains_step_over_accepted_tokens_and_the_bonus():
 
     assert run_chains(masks, accept) == (4, 5)
     assert asked == [[(0, 3), (1, 1), (1, 4)], [(0, 5)], [(0, 6)]]
+
+
+@pytest.mark.parametrize("most", [1, 4, 100])
+def test_chains_from_a_table_of_all_anchors(most: int):
+    masks = [bits("0001111111"), bits("0110110"), bits("0000000000")]
+    asked: list[tuple[int, int]] = []
+
+    def accept(anchors):
+        pairs = [(row, int(a)) for row, at in enumerate(anchors) for a in at]
+        assert len(pairs) <= most
+        asked.extend(pairs)
+        return np.array([(3 * row + a) % 3 for row, a in pairs], np.int64)
+
+    table = accept_everywhere(masks, accept, most)
+    assert sorted(asked) == [(0, 3), (0, 4), (0, 5), (0, 6), (0, 7), (0, 8), (1, 1), (1, 4)]
+    most = 100
+    assert run_chains(masks, table) == run_chains(masks, accept)
