@@ -84,11 +84,11 @@ CPU = Recipe(
     gamma=None,
     anchors_per_token=0.15,
     init_from="target",
-    lr=2e-3,
+    lr=4e-3,
     epochs=1,
-    max_steps=220,
+    max_steps=150,
     held_out=4,
-    evaluate_every=70,
+    evaluate_every=75,
     new_tokens=24,
 )
 
