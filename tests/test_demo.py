@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +23,13 @@ TINY = dataclasses.replace(
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run directory, a cache and rings of the test's own."""
-    for name, folder in (("PACELINE_RUNTIME_DIR", "run"), ("PACELINE_CACHE", "cache")):
-        (tmp_path / folder).mkdir(mode=0o700)
-        monkeypatch.setenv(name, str(tmp_path / folder))
-    monkeypatch.setattr(module, "NAME", f"demo-test-{tmp_path.name}"[:40].lower())
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A run directory, a cache and rings of the test's own. Sockets need a short path."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "NAME", f"demo-{os.getpid()}")
+    with tempfile.TemporaryDirectory(prefix="paceline-") as runtime:
+        monkeypatch.setenv("PACELINE_RUNTIME_DIR", runtime)
+        yield
 
 
 @pytest.mark.slow
