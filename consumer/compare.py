@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ..common.runfile import RunFile
-from ..common.target import load_causal_lm
+from ..common.target import compute_dtype, load_causal_lm
 from ..common.target_info import TargetInfo, target_info
 from .checkpoint import load_state
 from .decode import Replay
@@ -57,7 +57,8 @@ def compare(
     """
     run = RunFile.model_validate(load_state(checkpoint).run)
     info = target_info(run.target.path, run.target.trust_remote_code)
-    model = load_causal_lm(info.path, run.target.dtype, device, run.target.trust_remote_code)
+    dtype = compute_dtype(run.target.dtype, device)
+    model = load_causal_lm(info.path, dtype, device, run.target.trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(info.path)
     ids = prompt_ids(tokenizer, read_prompts(prompts))
     trained = load_drafter(drafter, dtype=model.dtype, device=device)

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..common import __version__
 from ..common.errors import ConfigError, UsageError
-from ..common.target import load_causal_lm
+from ..common.target import compute_dtype, load_causal_lm
 from ..common.target_info import TargetInfo, target_info
 from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, replay, speculate
 from .drafter import DrafterConfig
@@ -209,7 +209,8 @@ def evaluate(
     """Loads both models and evaluates the drafter on the first `limit` prompts of a JSONL file (`read_prompts`).
 
     drafter: a checkpoint or an exported folder. target: folder, GGUF file or hub id; default: the one that the drafter
-    was trained for. device: default cuda if there is one. progress(done, all) after each prompt.
+    was trained for. device: default cuda if there is one; a CPU without fast
+    bfloat16 computes in float32. progress(done, all) after each prompt.
     """
     target = target or drafter_target(drafter)
     if target is None:
@@ -217,7 +218,7 @@ def evaluate(
     messages = read_prompts(prompts, limit)
     info = target_info(target)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_causal_lm(info.path, dtype, device, trust_remote_code)
+    model = load_causal_lm(info.path, compute_dtype(dtype, device), device, trust_remote_code)
     loaded = load_drafter(drafter, dtype=model.dtype, device=device)
     check_fits(loaded.config, info)
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
