@@ -8,7 +8,7 @@ import pytest
 import torch
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
-from paceline.common.target import load_causal_lm
+from paceline.common.target import compute_dtype, load_causal_lm
 from paceline.common.target_info import target_info
 from paceline.consumer import evaluate as module
 from paceline.consumer.decode import Generation, Replay, Sampling, Step
@@ -122,9 +122,18 @@ def test_near_ties_follow_the_dtype() -> None:
     assert not near_tie(1e-6, 20.0, torch.float32)
 
 
-def test_bfloat16_differences_are_near_ties(drafter_dir: Path, prompts_file: Path) -> None:
+def test_bfloat16_differences_are_near_ties(
+    drafter_dir: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 also where the CPU is slow at it and an evaluation would compute in float32."""
+    monkeypatch.setattr("paceline.consumer.evaluate.compute_dtype", lambda dtype, device: getattr(torch, dtype))
     report = evaluate(drafter_dir, prompts_file, dtype="bfloat16", device="cpu", max_new_tokens=24)
     assert report.lossless and report.dtype == "bfloat16"
+
+
+def test_computes_in_what_the_machine_is_fast_at(drafter_dir: Path, prompts_file: Path) -> None:
+    report = evaluate(drafter_dir, prompts_file, dtype="bfloat16", device="cpu", max_new_tokens=4, limit=1)
+    assert report.dtype == str(compute_dtype("bfloat16", "cpu")).removeprefix("torch.")
 
 
 def test_prompts(prompts_file: Path, tiny_tokenizer_dir: Path) -> None:
