@@ -1,6 +1,7 @@
 """The command line: exit codes, one-line errors, lazy start, status, rings and clean."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -286,3 +287,13 @@ def test_clean_keeps_the_rings_of_a_trainer(
 
 def test_commands_are_documented() -> None:
     assert all(command.help for command in cli.cli.commands.values())
+
+
+@pytest.mark.parametrize("command", ["producer", "consumer"])
+def test_idle_threads_of_both_sides_sleep(command: str, run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for side in ("producer.worker", "consumer.trainer"):
+        monkeypatch.setattr(f"paceline.{side}.main", lambda *_: seen.append(os.environ["OMP_WAIT_POLICY"]) or 0)
+    assert main([command, str(run_path)]) == 0
+    assert seen == ["PASSIVE"]
