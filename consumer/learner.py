@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ..common.errors import ConfigError, PacelineError
 from ..common.record import RecordMeta
 from ..common.runfile import RunFile
-from ..common.target import FrozenHead, as_dtype
+from ..common.target import FrozenHead, as_dtype, compute_dtype
 from ..common.target_info import TargetInfo
 from .anchors import Positions, draw_anchors
 from .blocks import Blocks, DenseAttention, FlexAttention, default_gamma, pack_blocks, to_device
@@ -88,18 +88,17 @@ class FrozenWeights(Protocol):
     def head_weight(self) -> Tensor: ...
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: what the run file says, but float32 on a CPU without bfloat16 arithmetic.
+def drafter_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype a drafter computes in: what the run file says, or float32 as `compute_dtype` finds for this CPU.
 
-    There a bfloat16 matrix product takes a fallback 5 to 100 times slower than float32's. float16 is refused: summed
-    gradients pass its range and there is no loss scaling.
+    float16 is refused: summed gradients pass its range and there is no loss scaling.
     """
     if name == "float16":
         raise ConfigError('trainer.dtype = "float16" is not supported: use "bfloat16" or "float32"')
-    if name == "bfloat16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        log.warning("this CPU has no bfloat16 arithmetic: the drafter computes in float32")
-        return torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    dtype = compute_dtype(name, device)
+    if dtype != as_dtype(name):
+        log.warning("this CPU has no fast %s arithmetic: the drafter computes in float32", name)
+    return dtype
 
 
 def micro_batches(lengths: NDArray[np.int64], wanted: NDArray[np.bool_], budget: int) -> list[tuple[int, int]]:
@@ -148,7 +147,7 @@ class DFlashLearner:
     def __init__(
         self, run: RunFile, drafter: Drafter, head: FrozenWeights, *, device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        """drafter: float32, with its first weights; it is taken over and moved. dtype: `compute_dtype`."""
+        """drafter: float32, with its first weights; it is taken over and moved. dtype: `drafter_dtype`."""
         self.config, self.drafter = drafter.config, drafter.to(device)
         self.device = torch.device(device)
         self._run = run
@@ -359,7 +358,7 @@ def build_learner(
         torch.cuda.set_device(device)  # page-locking and compiled kernels use the current device
     config = DrafterConfig.from_target(info, run, layer_ids)
     check_mask_token(config.mask_token_id, info, pad_token_id=pad_token_id(Path(info.path)), used_token=used_token)
-    dtype = compute_dtype(run.trainer.dtype, device)
+    dtype = drafter_dtype(run.trainer.dtype, device)
     start = run.drafter.init_from
     tensors = read_target_tensors(info, config) if start == "target" else None
     drafter = init_drafter(config, seed=run.trainer.seed, init_from=start, target_tensors=tensors)

@@ -13,7 +13,7 @@ from paceline.common.target_info import target_info
 from paceline.consumer.anchors import chain_starts, draw_anchors
 from paceline.consumer.blocks import default_gamma
 from paceline.consumer.drafter import ContextCache
-from paceline.consumer.learner import DFlashLearner, build_learner, compute_dtype, micro_batches
+from paceline.consumer.learner import DFlashLearner, build_learner, drafter_dtype, micro_batches
 from paceline.consumer.losses import Summary
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -298,7 +298,7 @@ def test_micro_batches_are_runs_of_wanted_rows():
 
 def test_float16_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
-        compute_dtype("float16", torch.device("cpu"))
+        drafter_dtype("float16", torch.device("cpu"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
