@@ -467,6 +467,39 @@ def export(checkpoint: Path, out: Path, format_name: str, dtype: str | None) -> 
     click.echo(f"measure it with: paceline eval {made.folder} --target {made.target}")
 
 
+@cli.group()
+def bench() -> None:
+    """Measure this machine: tables with ratios to what a part reaches alone."""
+
+
+@bench.command(name="pipeline")
+@click.option(
+    "--target-config",
+    "target",
+    default="qwen3-0.6b",
+    show_default=True,
+    help="Shape with random weights, or a model folder.",
+)
+@click.option("--topology", "topologies", multiple=True, help="WORKERS-RANKS, may be repeated.  [default: 1-1]")
+@click.option("--seconds", default=60.0, show_default=True, help="Steady state that is measured.")
+@click.option("--warm-up", default=60.0, show_default=True, help="Seconds after the first step that do not count.")
+@click.option("--token-budget", default=16384, show_default=True, help="Tokens in a batch.")
+@click.option("--rows", type=click.Choice(["chat", "full"]), default="chat", show_default=True, help="Row lengths.")
+@click.option("--max-length", default=3072, show_default=True, help="Longest row in tokens.")
+@click.option("--anchors-per-token", default=0.25, show_default=True, help="Anchors drawn per supervised token.")
+@click.option("--layers", default=5, show_default=True, help="Draft layers.")
+@click.option("--block-size", default=16, show_default=True, help="Slots in a block.")
+@click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch.")
+@click.option("--slots", default=4, show_default=True, help="Slots in each ring.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help="Folder.")
+def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, **options: Any) -> None:
+    """Both sides together against each side alone."""
+    from .bench import Options
+    from .bench import bench_pipeline as run
+
+    run(out, target, topologies or ("1-1",), Options(**options))
+
+
 def _yield_idle_cores() -> None:
     """Idle OpenMP threads sleep instead of spinning, in this process and its ranks: the other side may need the core.
 

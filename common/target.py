@@ -36,7 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .errors import ConfigError
 from .gguf import converted
-from .target_info import TargetInfo, load_config, target_folder, target_info
+from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
 
 __all__ = ["FrozenHead", "Sink", "Target", "converted", "load_causal_lm", "packed_attention"]
 
@@ -221,10 +221,23 @@ def compute_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch
 
 
 def _load(
-    folder: Path, dtype: str | torch.dtype, trust_remote_code: bool, *, config: Any = None, need_head: bool = True
+    folder: Path,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    *,
+    config: Any = None,
+    need_head: bool = True,
+    device: str | torch.device = "cpu",
 ) -> PreTrainedModel:
-    """A causal LM on the CPU, in eval mode and without gradients. Every weight it uses comes from the checkpoint."""
+    """A causal LM in eval mode and without gradients, on the CPU. Every weight it uses comes from the checkpoint.
+
+    A benchmark's folder that says so (`random_weights`) gets random ones, made on `device`, where it stays.
+    """
     config = config if config is not None else load_config(folder, trust_remote_code)
+    if random_weights(folder):
+        with torch.device(device):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(config, dtype=as_dtype(dtype)).eval().requires_grad_(False)
     model, report = None, {}
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         remote = trust_remote_code and auto.__name__ in (getattr(config, "auto_map", None) or {})
@@ -336,7 +349,7 @@ class FrozenHead(nn.Module):
         """
         folder = target_folder(path)
         config = _first_layers(load_config(folder, trust_remote_code), 1)
-        parts = find_parts(_load(folder, dtype, trust_remote_code, config=config))
+        parts = find_parts(_load(folder, dtype, trust_remote_code, config=config, device=device))
         if parts.head.bias is not None:
             raise ConfigError(f"target.path: {folder}: a head with a bias is not supported")
         if parts.head.weight.shape != parts.embedding.weight.shape:
@@ -419,7 +432,7 @@ class Target:
         until `self_check()` finds a faster way. Raises ConfigError.
         """
         info = target_info(path, trust_remote_code)
-        parts = find_parts(_load(Path(info.path), dtype, trust_remote_code, need_head=False))
+        parts = find_parts(_load(Path(info.path), dtype, trust_remote_code, need_head=False, device=device))
         if last_layer is not None:
             if not 0 <= last_layer < info.num_layers:
                 raise ConfigError(

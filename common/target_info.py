@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .runfile import RunFile
 
 EDGE = 1 << 20  # bytes hashed at either end of a weight file
-CONVERTED = "paceline.json"  # what a folder converted from a GGUF file says of its source
+CONVERTED = "paceline.json"  # what a folder that paceline made says of itself: identity, "weights": "random"
 WEIGHTS = ("*.safetensors", "*.bin")
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
@@ -168,6 +168,12 @@ def identity(folder: str) -> str:
         digest.update(path.name.encode())
         _hash_edges(digest, path)
     return digest.hexdigest()[:32]
+
+
+def random_weights(folder: Path) -> bool:
+    """Whether a folder says that its weights are to be random: a benchmark's, which has the shape of a model alone."""
+    source = folder / CONVERTED
+    return source.is_file() and json.loads(source.read_text()).get("weights") == "random"
 
 
 def file_identity(path: Path) -> str:

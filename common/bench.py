@@ -1,0 +1,387 @@
+"""`paceline bench pipeline`: both sides together, against each side alone, on this machine.
+
+    target alone     workers' forwards into page-locked memory, nothing reads it            T tokens/s a worker
+    trainer alone    forward, loss, backward and optimiser on records in page-locked memory  D tokens/s a rank
+    pipeline         a real run of `paceline up`: rings, feed and ZeroMQ between, W workers and R ranks
+
+A pipeline that loses nothing runs at min(W·T, R·D) where each process has a GPU of its own, and at 1/(1/T + 1/D) where
+both sides share one. Rates are of context tokens. The target has random weights of a real model's shape (or is a
+folder of your own), the rows are random tokens: neither changes the speed.
+
+Everything it makes is in one folder; it is a run like any other and can be looked at with `paceline rings`.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from . import inspect, paths
+from .clean import clean_rings
+from .dataset import tokenizer_digest
+from .devices import gpu_count
+from .errors import PacelineError, UsageError
+from .rows import RowsWriter
+from .runfile import RunFile, load, toml_value
+from .target_info import CONVERTED
+from .telemetry import Status, read_metrics
+from .up import Child, up
+
+CONFIGS = Path(__file__).with_name("bench_configs")
+NAME = "bench-pipeline"
+MASK_TOKEN = 10  # never in the random rows
+FIRST_TOKEN = 100
+CHAT_MEAN, CHAT_SPREAD = 320, 0.55  # mean length of a chat row, sigma of its logarithm
+
+RUN_FILE = """\
+# Written by `paceline bench pipeline`.
+name = "{name}"
+output = "{workers}-{ranks}"
+[target]
+path = {target}
+[data]
+rows = {rows}
+max_length = {max_length}
+held_out = 0
+[stream]
+token_budget = {token_budget}
+slots = {slots}
+[workers]
+count = {workers}
+devices = {worker_devices}
+[trainer]
+ranks = {ranks}
+devices = {rank_devices}
+batches_per_step = {ranks}
+micro_tokens = {micro_tokens}
+epochs = 1000
+[drafter]
+layers = {layers}
+block_size = {block_size}
+mask_token_id = {mask}
+[objective]
+anchors_per_token = {anchors_per_token}
+[evaluation]
+every_steps = 0
+at_end = false
+[checkpoint]
+every_steps = "none"
+every_minutes = "none"
+[logging]
+log_every = 10
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured. `seconds`: of each side alone; the pipeline runs `warm_up` seconds first, then as long."""
+
+    seconds: float = 60.0
+    warm_up: float = 60.0
+    token_budget: int = 16384
+    max_length: int = 3072
+    rows: str = "chat"  # or "full": every row of max_length
+    slots: int = 4
+    micro_tokens: int = 8192
+    layers: int = 5
+    block_size: int = 16
+    anchors_per_token: float = 0.25
+
+
+@dataclass
+class Result:
+    """Rates in context tokens/s. Shares are of the trainer's time (mean of ranks)."""
+
+    topology: str
+    target_alone: float  # of one worker
+    trainer_alone: float  # of one rank
+    predicted: float
+    pipeline: float
+    data_wait: float
+    gpu_share: float
+    rings_full: float  # share of the samples in which every slot of every ring was READY or taken
+    rings_empty: float
+    ready: float  # records ready, mean
+    gpus: list[dict[str, float]] = field(default_factory=list)  # utilisation %, power W, memory MiB: means
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def reached(self) -> float:
+        return self.pipeline / self.predicted if self.predicted else 0.0
+
+
+def parse_topology(text: str) -> tuple[int, int]:
+    """ "3-1" is three workers and one rank. UsageError."""
+    left, dash, right = text.partition("-")
+    if not (dash and left.isdecimal() and right.isdecimal() and int(left) and int(right)):
+        raise UsageError(f"--topology {text}: give WORKERS-RANKS, such as 3-1")
+    return int(left), int(right)
+
+
+def place(workers: int, ranks: int, gpus: int) -> tuple[list[str], list[str], bool]:
+    """Devices of workers and ranks, and whether the sides share any. UsageError where the GPUs do not go round."""
+    if gpus == 0:
+        return ["cpu"], ["cpu"], True
+    if gpus == 1:
+        return ["cuda:0"], ["cuda:0"], True
+    if workers + ranks > gpus:
+        raise UsageError(f"topology {workers}-{ranks} needs {workers + ranks} GPUs, this machine has {gpus}")
+    names = [f"cuda:{index}" for index in range(workers + ranks)]
+    return names[:workers], names[workers:], False
+
+
+def predict(target: float, trainer: float, workers: int, ranks: int, shared: bool) -> float:
+    """Tokens/s of a pipeline that loses nothing."""
+    if shared:
+        return 1 / (1 / target + 1 / trainer)
+    return min(workers * target, ranks * trainer)
+
+
+def bench_pipeline(
+    folder: Path, target: str, topologies: Sequence[str], options: Options, console: Console | None = None
+) -> list[Result]:
+    """Measures each topology; target: a name of `CONFIGS` or a model folder. Prints a table, writes bench.json."""
+    console = console or Console(highlight=False)
+    found = [parse_topology(text) for text in topologies]
+    gpus = gpu_count()
+    for workers, ranks in found:
+        place(workers, ranks, gpus)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = _target_folder(folder, target)
+    rows = _write_rows(folder / "rows", model, options)
+    alone: dict[str, float] = {}
+    results = []
+    for workers, ranks in found:
+        run_path = _write_run(folder, model, rows, workers, ranks, gpus, options)
+        run = load(run_path)
+        if not alone:
+            console.print(f"target alone, trainer alone: {options.seconds:.0f} s each")
+            alone = {side: _alone(side, run_path, run, options.seconds) for side in ("producer", "consumer")}
+        console.print(f"pipeline {workers}-{ranks}: {options.warm_up:.0f} s to warm up, {options.seconds:.0f} s")
+        results.append(_pipeline(run_path, run, alone, place(workers, ranks, gpus)[2], options))
+    (folder / "bench.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    console.print(table(results))
+    return results
+
+
+# What is measured on
+
+
+def _target_folder(folder: Path, target: str) -> Path:
+    """A folder with the config of that name and a note that its weights are random; or the user's own."""
+    config = CONFIGS / f"{target}.json"
+    if not config.is_file():
+        if Path(target).is_dir():
+            return Path(target)
+        names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+        raise UsageError(f"--target-config {target}: no such config ({names}) and no folder")
+    made = folder / target
+    made.mkdir(exist_ok=True)
+    shutil.copyfile(config, made / "config.json")
+    (made / CONVERTED).write_text(json.dumps({"identity": f"random-{target}", "weights": "random"}))
+    (made / "tokenizer.json").write_text("{}")  # the rows are made of token ids; it only has a digest to compare
+    return made
+
+
+def _write_rows(folder: Path, model: Path, options: Options) -> Path:
+    """Rows of random tokens, enough for 64 batches: lengths of chats, or all of max_length."""
+    config = json.loads((model / "config.json").read_text())
+    vocabulary = (config.get("text_config") or config)["vocab_size"]
+    draw = np.random.default_rng(0)
+    with RowsWriter(folder) as writer:
+        total = 0
+        while total < 64 * options.token_budget:
+            length = options.max_length
+            if options.rows == "chat":
+                mean = np.log(CHAT_MEAN) - CHAT_SPREAD**2 / 2
+                length = int(np.clip(draw.lognormal(mean, CHAT_SPREAD), 16, options.max_length))
+            mask = np.ones(length, np.uint8)
+            mask[: length // 5] = 0  # the prompt
+            writer.add(draw.integers(FIRST_TOKEN, vocabulary, length).astype(np.int32), mask)
+            total += length
+        writer.finish({"tokenizer": tokenizer_digest(str(model)), "vocabulary": "", "target": str(model)})
+    return folder
+
+
+def _write_run(folder: Path, model: Path, rows: Path, workers: int, ranks: int, gpus: int, options: Options) -> Path:
+    worker_devices, rank_devices, _ = place(workers, ranks, gpus)
+    path = folder / f"{workers}-{ranks}.toml"
+    settings = asdict(options)
+    settings["rows"] = toml_value(str(rows.absolute()))
+    text = RUN_FILE.format(
+        name=NAME,
+        target=toml_value(str(model.absolute())),
+        workers=workers,
+        ranks=ranks,
+        worker_devices=json.dumps(worker_devices),
+        rank_devices=json.dumps(rank_devices),
+        mask=MASK_TOKEN,
+        **settings,
+    )
+    path.write_text(text)
+    return path
+
+
+# Each side alone
+
+
+def _alone(side: str, run_path: Path, run: RunFile, seconds: float) -> float:
+    """Tokens/s of one worker (producer) or one rank (consumer), in a process of its own. PacelineError."""
+    device = (run.workers if side == "producer" else run.trainer).devices[0]
+    command = [sys.executable, "-m", f"paceline.{side}.bench", str(run_path), device, str(seconds)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise PacelineError(f"the {side} alone failed: {result.stderr.strip().splitlines()[-1:]}")
+    return float(json.loads(result.stdout.splitlines()[-1])["tokens_per_s"])
+
+
+# Both together
+
+
+class _Samples:
+    """The view of a run that is measured: samples the rings each second, and ends the run when it has enough."""
+
+    def __init__(self, run: RunFile, options: Options) -> None:
+        self.rings: list[list[inspect.RingInfo]] = []
+        self.window: tuple[float, float] | None = None  # time.time() of the first and last moment that count
+        self.failures: list[str] = []
+        self._run, self._options = run, options
+        self._sampled = 0.0
+        self._first_step: float | None = None
+        self._gpus = _GpuLog(Path(run.output) / "gpus.csv")
+
+    def refresh(self, children: Sequence[Child], status: Status | None) -> None:
+        now = time.time()
+        if now - self._sampled < 1.0:
+            return
+        self._sampled = now
+        if self._first_step is None and (status or {}).get("step", 0) > 0:
+            self._first_step = now
+        if self._first_step is None:
+            return
+        begins = self._first_step + self._options.warm_up
+        if now >= begins:
+            self.window = (begins, now)
+            self.rings.append(inspect.read_rings(paths.ring_dir(self._run)))
+        if now >= begins + self._options.seconds:
+            os.kill(os.getpid(), signal.SIGINT)  # the second one kills: the weights are of no use
+
+    def event(self, text: str, urgent: bool = False) -> None:
+        pass
+
+    def line(self, child: str, text: str) -> None:
+        pass
+
+    def failure(self, child: Child, text: str, lines: Sequence[str]) -> None:
+        self.failures += [text, *lines]
+
+    def close(self) -> None:
+        self._gpus.close()
+
+    def gpus(self) -> list[dict[str, float]]:
+        assert self.window is not None
+        return self._gpus.means(*self.window)
+
+
+class _GpuLog:
+    """nvidia-smi's own log of utilisation, power and memory, once a second; nothing where there is no nvidia-smi."""
+
+    FIELDS = ("utilization.gpu", "power.draw", "memory.used")
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._process = path, None
+        if shutil.which("nvidia-smi"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            query = f"--query-gpu=index,{','.join(self.FIELDS)}"
+            with path.open("w") as file:
+                self._process = subprocess.Popen(
+                    ["nvidia-smi", query, "--format=csv,noheader,nounits", "-l", "1"],
+                    stdout=file,
+                    stderr=subprocess.DEVNULL,
+                )
+            self._begun = time.time()
+
+    def close(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+
+    def means(self, start: float, end: float) -> list[dict[str, float]]:
+        """Of each GPU, over the samples between two moments."""
+        if not self._process:
+            return []
+        samples: dict[int, list[list[float]]] = {}
+        for line in self._path.read_text().splitlines():
+            cells = line.split(",")
+            with contextlib.suppress(ValueError):  # a last line cut short, or "[N/A]"
+                samples.setdefault(int(cells[0]), []).append([float(cell) for cell in cells[1:]])
+        window = slice(int(start - self._begun), max(int(end - self._begun), int(start - self._begun) + 1))
+        return [
+            {name: fmean(values) for name, values in zip(self.FIELDS, zip(*kept, strict=True), strict=True)}
+            for _, all_ in sorted(samples.items())
+            if (kept := all_[window])
+        ]
+
+
+def _pipeline(run_path: Path, run: RunFile, alone: dict[str, float], shared: bool, options: Options) -> Result:
+    output = Path(run.output)
+    shutil.rmtree(output, ignore_errors=True)
+    view = _Samples(run, options)
+    code = up(run_path, view=view)
+    if paths.ring_dir(run).is_dir():
+        clean_rings(paths.ring_dir(run).parent, run.name, dry_run=False, say=lambda _: None)
+    if view.window is None or code not in (0, 130):
+        raise PacelineError(f"the pipeline did not run: {'; '.join(view.failures[:6]) or f'exit code {code}'}")
+    start, end = view.window
+    steps = [line for line in read_metrics(output) if line.get("kind") == "train" and start <= line["time"] <= end]
+    if len(steps) < 2:
+        raise PacelineError(f"fewer than two steps in {options.seconds:.0f} s: give more --seconds")
+    seconds = steps[-1]["time"] - steps[0]["time"]
+    states = [[ring.count("ready") + ring.count("taken") for ring in rings] for rings in view.rings if rings]
+    slots = run.stream.slots
+    return Result(
+        topology=f"{run.workers.count}-{run.trainer.ranks}",
+        target_alone=alone["producer"],
+        trainer_alone=alone["consumer"],
+        predicted=predict(alone["producer"], alone["consumer"], run.workers.count, run.trainer.ranks, shared),
+        pipeline=sum(line["tokens"] for line in steps[1:]) / seconds,
+        data_wait=fmean(line["wait_data"] for line in steps),
+        gpu_share=fmean(line["wait_gpu"] for line in steps),
+        rings_full=fmean(all(count >= slots - 1 for count in counts) for counts in states) if states else 0.0,
+        rings_empty=fmean(not any(counts) for counts in states) if states else 0.0,
+        ready=fmean(sum(counts) for counts in states) if states else 0.0,
+        gpus=view.gpus(),
+        timeline=[{"t": line["time"] - start, "tokens_per_s": line["tokens_per_s"]} for line in steps],
+    )
+
+
+def table(results: Sequence[Result]) -> Table:
+    shown = Table(title="context tokens/s")
+    names = ("topology", "target alone", "trainer alone", "predicted", "pipeline", "of it", "data wait", "rings full")
+    for name in (*names, "GPU %", "W"):
+        shown.add_column(name, justify="right")
+    for result in results:
+        shown.add_row(
+            result.topology,
+            *(f"{rate / 1e3:.2f}K" for rate in (result.target_alone, result.trainer_alone, result.predicted)),
+            f"{result.pipeline / 1e3:.2f}K",
+            f"{result.reached:.2f}",
+            f"{result.data_wait:.1%}",
+            f"{result.rings_full:.0%}",
+            " ".join(f"{gpu['utilization.gpu']:.0f}" for gpu in result.gpus) or "-",
+            " ".join(f"{gpu['power.draw']:.0f}" for gpu in result.gpus) or "-",
+        )
+    return shown

@@ -1,0 +1,80 @@
+"""The trainer alone: `python -m paceline.consumer.bench RUN DEVICE SECONDS` prints one rank's tokens/s as JSON.
+
+Two of the run's batches lie in page-locked memory with random states; every step trains on one and updates.
+"""
+
+import json
+import mmap
+import sys
+import time
+
+import numpy as np
+import torch
+
+from ..common.batch import BatchId, Kind
+from ..common.dataset import prepared_rows
+from ..common.plan import plan_from
+from ..common.record import RecordMeta
+from ..common.runfile import RunFile, load
+from ..common.target import as_dtype
+from ..common.target_info import resolve_layer_ids, target_info
+from .learner import build_learner
+from .transfer import register_host
+
+RECORDS = 2
+WARM = 4
+
+
+def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
+    """tokens_per_s of steps of one record each, after a few that compile; peak_bytes of the device's memory."""
+    run = load(run_path)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    layers = resolve_layer_ids(run, info)
+    learner = build_learner(run, info, layers, device=device)
+    records = [_record(run, layers, info.hidden_size, index) for index in range(RECORDS)]
+    buffers = [_states(meta, run.target.dtype, on_gpu=device.startswith("cuda")) for meta in records]
+    done, tokens, begun = 0, 0, time.perf_counter()
+    while done < WARM + 2 or time.perf_counter() - begun < seconds:
+        meta, buffer = records[done % RECORDS], buffers[done % RECORDS]
+        with memoryview(buffer) as states:
+            learner.train_record(meta, states, done)
+        learner.step(learner.sums(), run.optimizer.lr)  # waits for the device
+        done, tokens = done + 1, tokens + len(meta.tokens)
+        if done == WARM:
+            tokens, begun = 0, time.perf_counter()
+    rate = tokens / (time.perf_counter() - begun)
+    peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
+    return {"tokens_per_s": rate, "steps": done, "peak_bytes": peak}
+
+
+def _record(run: RunFile, layers: list[int], hidden: int, index: int) -> RecordMeta:
+    rows = prepared_rows(run)
+    ids = plan_from(run, rows).rows(BatchId(Kind.TRAIN, 0, index))
+    taken = [rows.row(int(row)) for row in ids]
+    return RecordMeta(
+        batch=BatchId(Kind.TRAIN, 0, index).pack(),
+        row_ids=ids,
+        cu_seqlens=np.cumsum([0, *(len(row.tokens) for row in taken)]).astype(np.int32),
+        tokens=np.concatenate([row.tokens for row in taken]),
+        mask=np.concatenate([row.mask for row in taken]),
+        layer_ids=tuple(layers),
+        dtype=run.target.dtype,
+        hidden_size=hidden,
+        last_hidden="none",
+        fingerprint=0,
+    )
+
+
+def _states(meta: RecordMeta, dtype: str, *, on_gpu: bool) -> mmap.mmap:
+    """Random states [planes, T, H] in memory that the GPU can copy from directly."""
+    kind = as_dtype(dtype)
+    buffer = mmap.mmap(-1, int(np.prod(meta.states_shape)) * kind.itemsize)
+    view = torch.frombuffer(buffer, dtype=kind)
+    view.copy_(torch.randn(len(view), generator=torch.Generator().manual_seed(0)))
+    if on_gpu:
+        register_host(view.data_ptr(), len(buffer))
+    return buffer
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], sys.argv[2], float(sys.argv[3]))))

@@ -1,0 +1,60 @@
+"""The target alone: `python -m paceline.producer.bench RUN DEVICE SECONDS` prints its tokens/s as JSON.
+
+The worker's own source of states writes the run's batches into one page-locked buffer; no ring, no feed.
+"""
+
+import json
+import mmap
+import sys
+import time
+
+import numpy as np
+import torch
+
+from ..common.batch import BatchId, Kind
+from ..common.dataset import prepared_rows
+from ..common.plan import plan_from
+from ..common.runfile import load
+from ..common.target import as_dtype
+from ..common.target_info import resolve_layer_ids, target_info
+from .capture import TargetSource
+
+BATCHES = 16  # different batches, run in turn
+WARM = 3
+
+
+def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
+    """tokens_per_s over the batches that ran in `seconds`, after a few that warm up."""
+    run = load(run_path)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    layers = resolve_layer_ids(run, info)
+    rows = prepared_rows(run)
+    plan = plan_from(run, rows)
+    source = TargetSource.load(run, info, layers, device)
+    each = (len(layers) + run.target.last_hidden) * info.hidden_size * as_dtype(run.target.dtype).itemsize
+    size = run.stream.token_budget * each
+    with mmap.mmap(-1, size) as buffer:
+        view = torch.frombuffer(buffer, dtype=torch.uint8)
+        view.zero_()
+        source.register(view.data_ptr(), size)
+        batches = []
+        for index in range(min(BATCHES, plan.batches(0))):
+            taken = [rows.row(int(row)).tokens for row in plan.rows(BatchId(Kind.TRAIN, 0, index))]
+            offsets = np.cumsum([0, *(len(tokens) for tokens in taken)]).astype(np.int32)
+            batches.append((np.concatenate(taken).astype(np.int32), offsets))
+        done, tokens, begun = 0, 0, time.perf_counter()
+        while done < WARM + 2 or time.perf_counter() - begun < seconds:
+            ids, offsets = batches[done % len(batches)]
+            with memoryview(buffer) as whole, whole[: len(ids) * each] as out:
+                source.record(ids, offsets, out, lambda: None)
+            done, tokens = done + 1, tokens + len(ids)
+            if done == WARM:
+                tokens, begun = 0, time.perf_counter()
+        rate = tokens / (time.perf_counter() - begun)
+        source.close()
+        del view
+    return {"tokens_per_s": rate, "batches": done}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], sys.argv[2], float(sys.argv[3]))))
