@@ -60,7 +60,10 @@ class Recipe:
     gamma: float | None
     anchors_per_token: float
     init_from: str
+    optimizer: str
     lr: float
+    schedule: str
+    warmup: float
     epochs: int
     max_steps: int | None
     held_out: int
@@ -72,23 +75,28 @@ class Recipe:
     pass_mark: float = 1.2  # acceptance length, bonus token counted
 
 
+# On a CPU every flop counts: one shallow tap (the target runs nine of its layers), short blocks, and the first 256
+# tokens of each answer, so that a step is one row and there are as many steps as the time allows.
 CPU = Recipe(
     sources=("stdlib",),
     workers=2,
     threads=1,
-    max_length=512,
-    token_budget=512,
+    max_length=256,
+    token_budget=256,
     layers=1,
-    layer_ids=None,
-    block_size=4,
+    layer_ids=(8,),
+    block_size=3,
     gamma=None,
-    anchors_per_token=0.15,
+    anchors_per_token=0.2,
     init_from="target",
-    lr=4e-3,
+    optimizer="adamw",
+    lr=6e-3,
+    schedule="wsd",
+    warmup=0.1,
     epochs=1,
-    max_steps=150,
+    max_steps=360,
     held_out=4,
-    evaluate_every=75,
+    evaluate_every=180,
     new_tokens=24,
 )
 
@@ -104,11 +112,14 @@ GPU = Recipe(
     gamma=None,
     anchors_per_token=0.25,
     init_from="random",
-    lr=6e-4,
+    optimizer="muon",
+    lr=5e-3,
+    schedule="cosine",
+    warmup=0.04,
     epochs=20,
     max_steps=None,
     held_out=32,
-    evaluate_every=200,
+    evaluate_every=400,
     new_tokens=128,
 )
 
@@ -148,7 +159,10 @@ init_from = "{recipe.init_from}"
 anchors_per_token = {recipe.anchors_per_token}{gamma}
 
 [optimizer]
+name = "{recipe.optimizer}"
 lr = {recipe.lr}
+schedule = "{recipe.schedule}"
+warmup = {recipe.warmup}
 
 [evaluation]
 every_steps = {recipe.evaluate_every}

@@ -177,11 +177,15 @@ class ObjectiveSettings(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW on float32 masters."""
+    """AdamW or Muon on float32 masters."""
 
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="The optimiser; muon is for the matrices, with AdamW for the norms' weights"
+    )
     lr: Annotated[float, Field(gt=0)] = Field(default=6e-4, description="Peak learning rate")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's first beta")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="AdamW's second beta")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="Muon's momentum")
     eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon")
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Decoupled weight decay")
     clip: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest gradient norm")

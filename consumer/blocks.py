@@ -291,8 +291,11 @@ def _padded(n: int) -> int:
 
 
 def _tiles(x: Tensor) -> Tensor:
-    """x [heads, n, D] padded with zeros to whole tiles."""
-    return F.pad(x, (0, 0, 0, _padded(x.shape[1]) - x.shape[1]))
+    """x [heads, n, D] padded with zeros to whole tiles, contiguous.
+
+    Padding by nothing would keep x's strides: another layout, for which the kernels would be compiled once more.
+    """
+    return F.pad(x, (0, 0, 0, _padded(x.shape[1]) - x.shape[1])).contiguous()
 
 
 def _joined_tiles(context: Tensor, block: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -180,6 +181,28 @@ class TargetDecoder:
             self._states[layer] = (output[0] if isinstance(output, tuple) else output)[0]
 
         return hook
+
+
+NARROW = 16  # rows of a product up to which `narrow_linears` turns it round
+
+
+def narrow_linears(model: nn.Module) -> None:
+    """Makes a CPU model's linear layers quicker where they have few rows to multiply, as in decoding.
+
+    torch's x @ W.T repacks all of W for 2 to 16 rows; W @ x.T reads it once, three times as fast on the x86 CPUs
+    measured, and the sums are the same up to rounding. Other devices keep what they have.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
+            module.forward = partial(_narrow_forward, module)
+
+
+def _narrow_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    if not 1 < rows <= NARROW:
+        return F.linear(x, layer.weight, layer.bias)
+    y = (layer.weight @ x.reshape(rows, -1).T).T.reshape(*x.shape[:-1], -1)
+    return y if layer.bias is None else y + layer.bias
 
 
 def new_target_cache(model: PreTrainedModel) -> tuple[Any, bool]:

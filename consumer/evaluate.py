@@ -25,7 +25,7 @@ from ..common import __version__
 from ..common.errors import ConfigError, UsageError
 from ..common.target import compute_dtype, load_causal_lm
 from ..common.target_info import TargetInfo, target_info
-from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, replay, speculate
+from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, narrow_linears, replay, speculate
 from .drafter import DrafterConfig
 from .export import drafter_target, load_drafter
 
@@ -220,6 +220,8 @@ def evaluate(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_causal_lm(info.path, compute_dtype(dtype, device), device, trust_remote_code)
     loaded = load_drafter(drafter, dtype=model.dtype, device=device)
+    narrow_linears(model)
+    narrow_linears(loaded)
     check_fits(loaded.config, info)
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     return evaluate_models(

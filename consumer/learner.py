@@ -51,7 +51,7 @@ from .losses import (
     head_hits,
     sums_size,
 )
-from .optim import MasterAdamW, MasterWeights, copy_strictly
+from .optim import MasterWeights, build_optimizer, copy_strictly
 from .transfer import StateReader, view_states
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class DFlashLearner:
         self._head = head.head_weight.detach().to(self.device, dtype)
         self._chunk = HEAD_CHUNK[self.device.type]
         self.weights = MasterWeights(self.drafter, dtype=dtype, device=self.device)
-        self._optimizer = MasterAdamW(self.weights, run.optimizer)
+        self._optimizer = build_optimizer(self.weights, run.optimizer)
         self._reader = StateReader(self.device, dtype)
         if self.device.type == "cuda":
             self.drafter.compile_parts()

@@ -1,11 +1,11 @@
-"""AdamW on float32 masters, beside compute copies of the weights in the trainer's dtype; and the learning rate.
+"""AdamW or Muon on float32 masters, beside compute copies of the weights in the trainer's dtype; and the learning rate.
 
 All parameters lie in one flat tensor, matrices first. So a step's gradients are one float32 buffer: micro-batches add
 to it as backward produces them, ranks reduce it in one call, its norm and the clipping are one kernel each, and
 publishing the new weights is one cast.
 
     compute (bf16)  --backward-->  gradient of a parameter, added to `gradients` (fp32) and dropped
-    gradients       --all-reduce, one division by Σ w, clip-->  AdamW on `masters` (fp32)  --cast-->  compute
+    gradients       --all-reduce, one division by Σ w, clip-->  update of `masters` (fp32)  --cast-->  compute
 """
 
 import math
@@ -81,28 +81,12 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-class MasterAdamW:
-    """Decoupled AdamW (Loshchilov & Hutter) over `MasterWeights`; weight decay on matrices alone."""
+class MasterOptimizer:
+    """A step on `MasterWeights`: the mean gradient, its clipping, the update, the new weights published."""
 
     def __init__(self, weights: MasterWeights, settings: OptimizerSettings) -> None:
-        self._weights, self._clip = weights, settings.clip
-        self._moments = {name: torch.zeros_like(weights.masters) for name in MOMENTS}
+        self._weights, self._settings = weights, settings
         self._count = torch.zeros((), device=weights.masters.device)
-        self._adamw = torch.optim.AdamW(
-            [{"params": [], "weight_decay": decay} for decay in (settings.weight_decay, 0.0)],
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
-        sizes = [weights.matrices, len(weights.masters) - weights.matrices]
-        flats = (weights.masters, weights.gradients, *self._moments.values())
-        parts = zip(self._adamw.param_groups, *(flat.split(sizes) for flat in flats), strict=True)
-        for group, master, gradient, *moments in parts:
-            parameter = nn.Parameter(master)
-            parameter.grad = gradient
-            group["params"].append(parameter)
-            self._adamw.state[parameter] = dict(zip(MOMENTS, moments, strict=True)) | {"step": self._count.clone()}
 
     @torch.no_grad()
     def step(self, lr: float, weight: float) -> float:
@@ -114,29 +98,158 @@ class MasterAdamW:
         gradients = self._weights.gradients
         norm = float(torch.linalg.vector_norm(gradients)) / weight
         if math.isfinite(norm):
-            gradients.mul_(min(1.0, self._clip / (norm + 1e-6)) / weight)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
+            gradients.mul_(min(1.0, self._settings.clip / (norm + 1e-6)) / weight)
+            self._update(lr)
             self._count += 1
             self._weights.publish()
         gradients.zero_()
         return norm
 
+    def _update(self, lr: float) -> None:
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Tensor]:
-        """ "exp_avg.<parameter>", "exp_avg_sq.<parameter>" (float32) and "step" []; views, not copies."""
+        """Float32 tensors by "<kind>.<parameter>", and "step" []; views, not copies."""
+        return {"step": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the values of a `state_dict`. PacelineError names tensors that are missing, unknown or misshapen."""
+        copy_strictly(self.state_dict(), state, "optimiser state")
+
+
+class MasterAdamW(MasterOptimizer):
+    """Decoupled AdamW (Loshchilov & Hutter, 1711.05101); weight decay on matrices alone. State: `MOMENTS`."""
+
+    def __init__(self, weights: MasterWeights, settings: OptimizerSettings) -> None:
+        super().__init__(weights, settings)
+        self._moments = {name: torch.zeros_like(weights.masters) for name in MOMENTS}
+        parts = [slice(0, weights.matrices), slice(weights.matrices, None)]
+        flats = {"masters": weights.masters, "gradients": weights.gradients, **self._moments}
+        groups = [({name: flat[part] for name, flat in flats.items()}) for part in parts]
+        self._adamw = _fused_adamw(groups, [settings.weight_decay, 0.0], settings, self._count)
+
+    def _update(self, lr: float) -> None:
+        _adamw_step(self._adamw, lr)
+
+    def state_dict(self) -> dict[str, Tensor]:
         state = {
             f"{moment}.{name}": part
             for moment, flat in self._moments.items()
             for name, part in self._weights.views(flat).items()
         }
-        return state | {"step": self._count}
+        return state | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the values of a `state_dict`. PacelineError names tensors that are missing, unknown or misshapen."""
-        copy_strictly(self.state_dict(), state, "optimiser state")
-        for entry in self._adamw.state.values():
-            entry["step"].copy_(self._count)
+        super().load_state_dict(state)
+        _set_count(self._adamw, self._count)
+
+
+class MasterMuon(MasterOptimizer):
+    """Muon (Jordan et al., 2024) for the matrices, AdamW for the vectors, one learning rate for both.
+
+        buffer   <- momentum · buffer + (1 - momentum) · gradient
+        update    = orthogonalised(gradient + momentum · (buffer - gradient))                  (Nesterov)
+        matrix   <- (1 - lr · weight_decay) · matrix - lr · 0.2 · sqrt(max(rows, columns)) · update
+
+    The factor gives an update AdamW's usual root mean square (Liu et al., 2502.16982), so that AdamW's learning rates
+    carry over. State: "momentum.<matrix>" and AdamW's moments of the vectors.
+    """
+
+    def __init__(self, weights: MasterWeights, settings: OptimizerSettings) -> None:
+        super().__init__(weights, settings)
+        self._momentum = torch.zeros_like(weights.masters[: weights.matrices])
+        tail = slice(weights.matrices, None)
+        self._moments = {name: torch.zeros_like(weights.masters[tail]) for name in MOMENTS}
+        vectors = {"masters": weights.masters[tail], "gradients": weights.gradients[tail], **self._moments}
+        self._adamw = _fused_adamw([vectors], [0.0], settings, self._count)
+
+    def _update(self, lr: float) -> None:
+        momentum, settings = self._settings.momentum, self._settings
+        flat = self._weights.gradients[: self._weights.matrices]
+        self._momentum.lerp_(flat, 1 - momentum)
+        flat.lerp_(self._momentum, momentum)
+        masters, updates = self._weights.views(self._weights.masters), self._weights.views(self._weights.gradients)
+        for name, matrix in masters.items():
+            if matrix.ndim > 1:
+                update = orthogonalised(updates[name])
+                matrix.mul_(1 - lr * settings.weight_decay)
+                matrix.add_(update, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
+        _adamw_step(self._adamw, lr)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        names = self._weights.views(self._weights.masters)
+        matrices = [name for name, part in names.items() if part.ndim > 1]
+        vectors = [name for name, part in names.items() if part.ndim == 1]
+        state = _named(self._momentum, "momentum", matrices, names)
+        for moment, flat in self._moments.items():
+            state |= _named(flat, moment, vectors, names)
+        return state | super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        _set_count(self._adamw, self._count)
+
+
+def build_optimizer(weights: MasterWeights, settings: OptimizerSettings) -> MasterOptimizer:
+    """The optimiser of a run file (`optimizer.name`)."""
+    return {"adamw": MasterAdamW, "muon": MasterMuon}[settings.name](weights, settings)
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of Jordan's Muon: steep at 0, singular values end in about 0.7 to 1.2
+
+
+def orthogonalised(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The nearest matrix with equal singular values, roughly: `steps` of a quintic Newton-Schulz iteration on [r, c].
+
+    In bfloat16 on CUDA, whose rounding the iteration bears, else in float32. Zero stays zero.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.to(torch.bfloat16) if matrix.is_cuda else matrix.float()
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = x / (torch.linalg.vector_norm(x) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.to(matrix.dtype)
+
+
+def _fused_adamw(
+    groups: list[dict[str, Tensor]], decays: list[float], settings: OptimizerSettings, count: Tensor
+) -> torch.optim.AdamW:
+    """torch's fused AdamW over flat pieces, each with its masters, gradients and moments."""
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [nn.Parameter(group["masters"])], "weight_decay": d}
+            for group, d in zip(groups, decays, strict=True)
+        ],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
+    )
+    for made, group in zip(adamw.param_groups, groups, strict=True):
+        (parameter,) = made["params"]
+        parameter.grad = group["gradients"]
+        adamw.state[parameter] = {name: group[name] for name in MOMENTS} | {"step": count.clone()}
+    return adamw
+
+
+def _adamw_step(adamw: torch.optim.AdamW, lr: float) -> None:
+    for group in adamw.param_groups:
+        group["lr"] = lr
+    adamw.step()
+
+
+def _set_count(adamw: torch.optim.AdamW, count: Tensor) -> None:
+    for entry in adamw.state.values():
+        entry["step"].copy_(count)
+
+
+def _named(flat: Tensor, kind: str, names: list[str], shaped: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of a flat tensor that holds the parameters `names` one after another."""
+    parts = flat.split([shaped[name].numel() for name in names])
+    return {f"{kind}.{name}": part.view(shaped[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 @torch.no_grad()

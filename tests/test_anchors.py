@@ -13,6 +13,7 @@ from paceline.consumer.blocks import (
     FlexAttention,
     Span,
     _tables,
+    _tiles,
     default_gamma,
     dense_mask,
     pack_blocks,
@@ -236,3 +237,12 @@ def test_chains_from_a_table_of_all_anchors(most: int):
     assert sorted(asked) == [(0, 3), (0, 4), (0, 5), (0, 6), (0, 7), (0, 8), (1, 1), (1, 4)]
     most = 100
     assert run_chains(masks, table) == run_chains(masks, accept)
+
+
+@pytest.mark.parametrize("slots", [100, 128, 256])
+def test_tiles_have_one_layout_whatever_the_number_of_slots(slots):
+    """Another layout would be another kernel to compile, in the middle of a run."""
+    x = torch.randn(slots, 3, 8).transpose(0, 1)  # queries come as views [heads, n, D]
+    tiles = _tiles(x)
+    assert tiles.shape[1] % 128 == 0 and tiles.is_contiguous()
+    assert torch.equal(tiles[:, :slots], x) and not tiles[:, slots:].any()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from paceline.common.errors import PacelineError
 from paceline.common.runfile import OptimizerSettings
-from paceline.consumer.optim import MasterAdamW, MasterWeights, lr_at
+from paceline.consumer.optim import MasterAdamW, MasterMuon, MasterWeights, build_optimizer, lr_at, orthogonalised
 from torch import nn
 
 DEFAULTS = OptimizerSettings.model_validate({})
@@ -131,3 +131,70 @@ def test_state_comes_back(module):
         state = first.state_dict()
         state["exp_avg.x"] = state.pop("exp_avg.0.bias")
         second.load_state_dict(state | {"step": torch.zeros(2)})
+
+
+# Muon
+
+
+MUON = OptimizerSettings.model_validate({"name": "muon", "weight_decay": 0.1})
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (5, 6), (8, 8), (3, 40)])
+def test_orthogonalised_has_singular_values_near_one_and_the_same_directions(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    made = orthogonalised(matrix)
+    assert made.shape == matrix.shape
+    values = torch.linalg.svdvals(made)
+    assert values.min() > 0.5 and values.max() < 1.3
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    core = u.T @ made @ v.T
+    assert torch.allclose(core, core.diag().diag(), atol=1e-4)  # the same directions: only the values changed
+    assert not orthogonalised(torch.zeros(shape)).any()
+
+
+def test_muon_follows_torchs_own_on_matrices_and_adamw_on_vectors(module):
+    """torch's iterates in bfloat16, so the weights agree to its rounding."""
+    plain = copy.deepcopy(module)
+    matrices = [p for p in plain.parameters() if p.ndim > 1]
+    vectors = [p for p in plain.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(vectors, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    weights = MasterWeights(module, dtype=torch.float32, device="cpu")
+    optimizer = build_optimizer(weights, MUON)
+    assert isinstance(optimizer, MasterMuon)
+    before = [p.detach().clone() for p in plain.parameters()]
+    for seed in range(4):
+        backward(plain, seed, scale=0.01)
+        backward(module, seed, scale=0.01)
+        muon.step()
+        adamw.step()
+        muon.zero_grad()
+        adamw.zero_grad()
+        optimizer.step(1e-2, 1.0)
+    for old, mine, theirs in zip(before, module.parameters(), plain.parameters(), strict=True):
+        moved = (theirs - old).norm()
+        assert moved > 0 and (mine - theirs).norm() < 0.15 * moved
+
+
+def test_muon_resumes_exactly(module):
+    one, two = module, copy.deepcopy(module)
+    weights = [MasterWeights(m, dtype=torch.float32, device="cpu") for m in (one, two)]
+    first, second = (build_optimizer(w, MUON) for w in weights)
+    for seed in range(3):
+        backward(one, seed)
+        first.step(1e-2, 1.0)
+    state = {name: value.clone() for name, value in first.state_dict().items()}
+    assert {name.split(".")[0] for name in state} == {"momentum", "exp_avg", "exp_avg_sq", "step"}
+    second.load_state_dict(state)
+    weights[1].masters.copy_(weights[0].masters)
+    for seed in range(3, 5):
+        for m, optimizer in ((one, first), (two, second)):
+            backward(m, seed)
+            optimizer.step(1e-2, 1.0)
+    assert torch.equal(weights[0].masters, weights[1].masters)
+
+
+def test_the_state_of_another_optimiser_is_refused(module):
+    weights = MasterWeights(module, dtype=torch.float32, device="cpu")
+    with pytest.raises(PacelineError, match=r"optimiser state does not fit this drafter: exp_avg.* missing"):
+        MasterAdamW(weights, DEFAULTS).load_state_dict(build_optimizer(weights, MUON).state_dict())

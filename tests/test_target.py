@@ -432,7 +432,8 @@ def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kin
     recorded = torch.frombuffer(mapping, dtype=torch.bfloat16).view(planes, len(tokens), 64).float().clone()
     source.close()
     wanted = reference_states(folder, tokens, cu_seqlens, [*LAYER_IDS, 3])
-    error = (recorded - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    # A padding token opens a row with a state of zero where its embedding is zero: no relative error there.
+    error = (recorded - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-3)
     assert float(error.quantile(0.95)) < 0.1 and float(error.mean()) < 0.05
 
 
