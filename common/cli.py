@@ -50,6 +50,15 @@ _resume_option = click.option(
     metavar="CHECKPOINT",
     help="Go on from this checkpoint. Default: the newest complete one of the run, if any.",
 )
+_run_or_instance_argument = click.argument(
+    "run_path", metavar="[RUN.toml]", required=False, type=click.Path(path_type=Path)
+)
+_instance_option = click.option(
+    "--instance",
+    metavar="NAME",
+    help="As systemd's units name it, in place of RUN.toml: RUN for a trainer and RUN.N for worker N, "
+    "of /etc/paceline/RUN.toml.",
+)
 _named_run_argument = click.argument("run", metavar="[RUN]", required=False)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -60,10 +69,26 @@ def _load(run_path: Path, overrides: tuple[str, ...]) -> "RunFile":
     return load(run_path, overrides)
 
 
+def _load_run_or_instance(run_path: Path | None, name: str | None, overrides: tuple[str, ...]) -> "RunFile":
+    """The run file given, or the one that belongs to the unit of run `name`."""
+    from .units import CONFIG_DIR
+
+    if (run_path is None) == (name is None):
+        raise UsageError("give either a run file or --instance")
+    path = run_path or CONFIG_DIR / f"{name}.toml"
+    run = _load(path, overrides)
+    if name is not None and run.name != name:
+        raise ConfigError(f'{path}: its name is "{run.name}"; units find a run by its file, so both must be the same')
+    return run
+
+
 def _log_to_stderr() -> None:
-    """What a process of a run logs, a line each without stamps: the journal and `up` add their own."""
+    """What a process of a run logs, a line each without stamps: the journal and `up` add their own. Of one that hangs
+    and is aborted, by systemd's watchdog for one, also where each thread stood."""
+    import faulthandler
     import logging
 
+    faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
 
@@ -232,12 +257,17 @@ def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bo
 
 
 @cli.command()
-@_run_argument
+@_run_or_instance_argument
 @click.option("--worker", type=click.IntRange(min=0), default=0, show_default=True, help="Which worker this is.")
+@_instance_option
 @_set_option
-def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
+def producer(run_path: Path | None, worker: int, instance: str | None, overrides: tuple[str, ...]) -> int:
     """Run one target worker in the foreground."""
-    run = _load(run_path, overrides)
+    if instance is not None:
+        from .units import split_instance
+
+        instance, worker = split_instance(instance)
+    run = _load_run_or_instance(run_path, instance, overrides)
     _log_to_stderr()
     _yield_idle_cores()
     from ..producer.worker import main as worker_main
@@ -246,12 +276,13 @@ def producer(run_path: Path, worker: int, overrides: tuple[str, ...]) -> int:
 
 
 @cli.command()
-@_run_argument
+@_run_or_instance_argument
+@_instance_option
 @_set_option
 @_resume_option
-def consumer(run_path: Path, overrides: tuple[str, ...], resume: str | None) -> int:
+def consumer(run_path: Path | None, instance: str | None, overrides: tuple[str, ...], resume: str | None) -> int:
     """Run the trainer and its ranks in the foreground."""
-    run = _load(run_path, overrides)
+    run = _load_run_or_instance(run_path, instance, overrides)
     _log_to_stderr()
     _yield_idle_cores()
     from ..consumer.trainer import main as trainer_main
@@ -372,6 +403,56 @@ def clean(run: str | None, dry_run: bool) -> None:
 
     name, folder = _run_reference(run)
     clean_rings(folder, name, dry_run=dry_run, say=click.echo)
+
+
+# systemd
+
+
+_root_option = click.option(
+    "--root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path("/"),
+    help="Below this folder, as for an image; nothing is started or reloaded then.",
+)
+
+
+@cli.command(name="install-units")
+@click.option("--user", default="paceline", show_default=True, help="Whom the units run as; made if missing.")
+@click.option("--group", help="Who may look at runs. Default: a group of the user's name.")
+@click.option(
+    "--python", type=click.Path(path_type=Path), help="Python of the environment that the units use. Default: this one."
+)
+@click.option(
+    "--writable",
+    metavar="FOLDER",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Folder outside /var/lib/paceline that the runs' output is in. Repeatable.",
+)
+@_root_option
+@click.option("--dry-run", is_flag=True, help="Only print what would be written.")
+def install_units(**options: Any) -> None:
+    """Install systemd units for workers and trainers.
+
+    Run files are then /etc/paceline/RUN.toml. `systemctl enable --now paceline@RUN.target` starts a run and
+    `paceline scale RUN N` gives it workers.
+    """
+    from .unitfiles import install
+
+    install(**options, say=click.echo)
+
+
+@cli.command(name="uninstall-units")
+@_root_option
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+def uninstall_units(root: Path, dry_run: bool) -> None:
+    """Remove what install-units and scale have made.
+
+    Nothing may be running. Run files, checkpoints and caches stay.
+    """
+    from .unitfiles import uninstall
+
+    uninstall(root=root, dry_run=dry_run, say=click.echo)
 
 
 # Drafters

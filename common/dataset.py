@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,8 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 _GGUF_HEAD_BYTES = 64 << 20  # a GGUF file's metadata, tokenizer included, are at its start
 
 
-def prepared_rows(run: "RunFile") -> Rows:
-    """The run's rows, prepared first if need be.
+def prepared_rows(run: "RunFile", alive: Callable[[], object] = lambda: None) -> Rows:
+    """The run's rows, prepared first if need be; `alive` is called now and then while that takes.
 
     ConfigError if files or tokenizer are missing, if the rows were prepared for another tokenizer, or if one is longer
     than data.max_length; PacelineError if no row is usable.
@@ -52,7 +52,7 @@ def prepared_rows(run: "RunFile") -> Rows:
     if run.data.rows is None:
         from ..producer.prepare import prepare_run  # transformers is needed on a miss only, and imported there
 
-        return Rows.open(prepare_run(run).folder)
+        return Rows.open(prepare_run(run, lambda done: alive(), waiting=alive).folder)
     rows = Rows.open(run.data.rows)
     _check_tokenizer(rows, run.target.path, run.target.trust_remote_code)
     longest = int(rows.lengths.max())
@@ -150,13 +150,15 @@ def _digest_files(files: Mapping[str, Path], config: Path | None) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def wait_for_lock(path: Path, who: str) -> FileLock:
-    """Take a lock file, waiting for its holder; looks a few times a second, so that a signal ends the wait at once."""
+def wait_for_lock(path: Path, who: str, alive: Callable[[], object] = lambda: None) -> FileLock:
+    """Take a lock file, waiting for its holder; looks a few times a second, so that a signal ends the wait at once, and
+    calls `alive` as often."""
     lock = FileLock(path, who)
     waiting = False
     while not lock.acquire():
         if not waiting:
             _log.info("waiting for %s, which prepares the same data", held_by(path) or "another process")
             waiting = True
+        alive()
         time.sleep(0.2)
     return lock

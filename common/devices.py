@@ -1,7 +1,7 @@
 """Which device each worker and rank runs on, decided without torch.
 
-`CUDA_VISIBLE_DEVICES` is obeyed: indices in "cuda:N" count the visible GPUs, so a unit that shows its worker one GPU
-gets "cuda:0".
+`CUDA_VISIBLE_DEVICES` is obeyed: indices in "cuda:N" count the visible GPUs. A process that it shows a single GPU uses
+that one, whatever number the run file gives: so a worker can be put on a GPU that the run file does not know.
 """
 
 import os
@@ -20,7 +20,7 @@ class Devices(NamedTuple):
     ranks: list[str]
 
 
-def _installed_gpus() -> int:
+def installed_gpus() -> int:
     """GPUs of this machine, by the driver's folder, its device files, or nvidia-smi."""
     for folder, pattern in ((Path("/proc/driver/nvidia/gpus"), r"[0-9a-fA-F]+:.*"), (Path("/dev"), r"nvidia[0-9]+")):
         if folder.is_dir() and (found := sum(bool(re.fullmatch(pattern, name.name)) for name in folder.iterdir())):
@@ -36,7 +36,7 @@ def _installed_gpus() -> int:
 
 def gpu_count() -> int:
     """GPUs that this process's children would see."""
-    installed = _installed_gpus()
+    installed = installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not installed or visible is None:
         return installed
@@ -54,8 +54,10 @@ def assign_devices(run: RunFile, gpus: int | None = None) -> Devices:
     What the run file names is used in turn. Otherwise GPUs go one to each worker and one to each rank; where they are
     too few, ranks keep one each as long as the workers have one to share, then they share too. Without GPUs, cpu.
     """
+    single = False
     if gpus is None:
         gpus = gpu_count()
+        single = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     names = [f"cuda:{index}" for index in range(gpus)]
     workers, ranks = list(run.workers.devices), list(run.trainer.devices)
     if not workers:
@@ -64,4 +66,6 @@ def assign_devices(run: RunFile, gpus: int | None = None) -> Devices:
         workers = free[: max(1, min(run.workers.count, spare))] or ["cpu"]
     if not ranks:
         ranks = [name for name in names if name not in workers][: run.trainer.ranks] or names[-1:] or ["cpu"]
+    if single:
+        workers, ranks = ([name if name == "cpu" else "cuda:0" for name in side] for side in (workers, ranks))
     return Devices(list(islice(cycle(workers), run.workers.count)), list(islice(cycle(ranks), run.trainer.ranks)))

@@ -43,3 +43,18 @@ class Watchdog:
         if self._interval is not None and now >= self._next:
             self._next = now + self._interval
             notify("WATCHDOG=1")
+
+
+class Patience:
+    """Asks for more time to start, by signs of life: at most once a second, `seconds` each time."""
+
+    def __init__(self, seconds: float = 30.0) -> None:
+        self._seconds = seconds
+        self._next = 0.0
+
+    def alive(self) -> None:
+        """Says that the start goes on."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + 1.0
+            extend_timeout(self._seconds)

@@ -10,6 +10,7 @@ $XDG_RUNTIME_DIR/paceline and /tmp/paceline-<uid>. They are the user's own (0700
 may read the status): whoever could write there could speak for a worker. Imports neither pydantic nor torch.
 """
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # sockaddr_un.sun_path holds 108 bytes, the closing NUL included (unix(7)).
 _SOCKET_PATH_BYTES = 107
+
+_UNIT_HINT = "; units write below /var/lib/paceline, and elsewhere after `paceline install-units --writable FOLDER`"
 
 SYSTEM_RUNTIME = Path("/run/paceline")
 DEFAULT_RING_DIR = Path("/dev/shm/paceline")
@@ -166,7 +169,8 @@ def output_dir(run: "RunFile") -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output: cannot make folder {folder}: {error.strerror}") from None
+        hint = _UNIT_HINT if error.errno == errno.EROFS and "NOTIFY_SOCKET" in os.environ else ""
+        raise ConfigError(f"output: cannot make folder {folder}: {error.strerror}{hint}") from None
     return folder
 
 

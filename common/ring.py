@@ -23,6 +23,7 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -510,10 +511,13 @@ def _busy(fd: int, path: Path) -> RingBusy:
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes the run's folder and its parents, 0700; modes of those that exist stay."""
+    """Makes the run's folder and its parents; modes of those that exist stay. They are the owner's alone, but below a
+    folder that a group shares, and others cannot enter, that group may look: the inspector only reads."""
     for parent in (*reversed(folder.parents), folder):
         if not parent.exists():
-            parent.mkdir(mode=0o700, exist_ok=True)
+            above = parent.parent.stat().st_mode
+            shared = above & stat.S_IXGRP and not above & stat.S_IRWXO
+            parent.mkdir(mode=0o750 if shared else 0o700, exist_ok=True)
 
 
 def _adopt_or_make(path: Path, wanted: RingHeader, incarnation: int, deadline: float) -> _Mapping:

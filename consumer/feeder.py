@@ -133,6 +133,7 @@ class Feeder:
         self._finished = False
         self._told: set[str] = set()  # workers that were told so
         self._snapshot = FeedSnapshot(phase, (), (), asdict(self._state.counters))
+        self._turned = time.monotonic()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
@@ -163,6 +164,11 @@ class Feeder:
 
     def snapshot(self) -> FeedSnapshot:
         return self._snapshot
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the thread's last complete turn; it makes one a second at least."""
+        return time.monotonic() - self._turned
 
     def check(self) -> None:
         """Raise what ended the thread, if anything did: the run has to stop."""
@@ -226,6 +232,7 @@ class Feeder:
         self._tell_workers()
         self._act(scans)
         self._snapshot = self._take_snapshot(scans)
+        self._turned = time.monotonic()
 
     def _hear(self) -> tuple[list[tuple[bytes, _WorkerMessage]], list[tuple[bytes, _RankMessage]]]:
         poller = zmq.Poller()

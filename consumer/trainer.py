@@ -30,7 +30,7 @@ from ..common.devices import assign_devices
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint
 from ..common.locks import FileLock, held_by
-from ..common.notify import Watchdog, extend_timeout, notify
+from ..common.notify import Patience, Watchdog, extend_timeout, notify
 from ..common.plan import Plan, plan_from
 from ..common.rows import Rows
 from ..common.runfile import RunFile
@@ -63,6 +63,7 @@ EXTEND_SECONDS = 15.0
 """What systemd is asked for, each second, while the trainer is about to start or to stop."""
 
 _TICK = 0.25
+_FEED_SILENCE = 30.0  # a turn of the feed takes milliseconds
 _SAVING_SILENCE = 10.0  # rank 0 says each second that it is saving
 
 log = logging.getLogger(__name__)
@@ -88,18 +89,36 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     flag = StopFlag()
     flag.install(signal.SIGTERM, signal.SIGINT)
-    with ExitStack() as stack:
-        try:
-            with flag.interruptible():
-                _claim(run, stack)
-                start = _prepare(run, resume, describe)
-        except StopRequested:
-            return _stopped(flag)
-        if start.phase is None:
-            _mark_finished(run, start.step)
-            print(f"run {run.name} is finished: {start.step} steps, {start.checkpoint}", flush=True)
-            return 0
-        return Trainer(run, start, flag).run(rank_command)
+    try:
+        with ExitStack() as stack:
+            return _train(run, resume, describe, rank_command, flag, stack)
+    except PacelineError as error:
+        notify("STOPPING=1", f"STATUS={' '.join(str(error).split())}")
+        raise
+
+
+def _train(
+    run: RunFile,
+    resume: str | None,
+    describe: Describe,
+    rank_command: Sequence[str],
+    flag: StopFlag,
+    stack: ExitStack,
+) -> int:
+    try:
+        with flag.interruptible():
+            _claim(run, stack)
+            notify("STATUS=looking at data, target and checkpoint")
+            start = _prepare(run, resume, describe)
+    except StopRequested:
+        notify("STOPPING=1")
+        return _stopped(flag)
+    if start.phase is None:
+        _mark_finished(run, start.step)
+        print(f"run {run.name} is finished: {start.step} steps, {start.checkpoint}", flush=True)
+        notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
+        return 0
+    return Trainer(run, start, flag).run(rank_command)
 
 
 def _stopped(flag: StopFlag) -> int:
@@ -136,13 +155,15 @@ def _claim(run: RunFile, stack: ExitStack) -> None:
             raise PacelineError(f"{what} has a trainer already: {held_by(path)}")
         stack.callback(lock.release)
     told: set[str] = set()
+    patience = Patience(EXTEND_SECONDS)
     folder = paths.run_dir(run.name)
     while holders := [held for path in sorted(folder.glob("rank-*.lock")) if (held := held_by(path))]:
         for holder in holders:
             if holder not in told:
                 print(f"waiting for {holder} of an earlier trainer to end", flush=True)
+                notify(f"STATUS=waiting for {holder} of an earlier trainer to end")
             told.add(holder)
-        extend_timeout(EXTEND_SECONDS)
+        patience.alive()
         time.sleep(0.2)
 
 
@@ -419,14 +440,14 @@ class Trainer:
             state = "evaluating" if phase is not None and phase.kind is Kind.EVAL else "training"
         message = self._message or self._waits_for(state, feeder)
         self._progress.write(state, message)
-        self._tell_systemd(state, message)
+        self._tell_systemd(state, message, feeder.silence)
 
-    def _tell_systemd(self, state: str, message: str) -> None:
-        """READY once every rank has loaded. The watchdog is fed between looks at the ranks: one that hangs ends the
-        trainer, and so this."""
-        self._watchdog.beat()
-        status = self._progress.status
-        notify(f"STATUS=step {status['step']} of {status['total_steps']}, {message or state}")
+    def _tell_systemd(self, state: str, message: str, feed_silence: float) -> None:
+        """READY once every rank has loaded. The watchdog is fed between looks at the ranks, of which one that hangs ends
+        the trainer, and only while the feed's thread moves and no rank has outlived its end."""
+        if feed_silence < _FEED_SILENCE and not self._killed:
+            self._watchdog.beat()
+        notify(f"STATUS={self._status_line(message or state)}")
         if self._kill_at is not None:
             notify("STOPPING=1")
             extend_timeout(EXTEND_SECONDS)
@@ -434,6 +455,16 @@ class Trainer:
             extend_timeout(EXTEND_SECONDS)
         elif not self._ready:
             self._ready = notify("READY=1")
+
+    def _status_line(self, doing: str) -> str:
+        """Step, rate, occupancy and what it does, for `systemctl status`."""
+        status = self._progress.status
+        parts = [f"step {status['step']} of {status['total_steps']}"]
+        if "tokens_per_s" in status:
+            parts.append(f"{status['tokens_per_s'] / 1000:.1f} Ktok/s")
+        if full := status.get("q_hs"):
+            parts.append(f"rings {sum(full)} of {len(full) * status['slots']} full")
+        return ", ".join([*parts, doing])
 
     def _waits_for(self, state: str, feeder: Feeder) -> str:
         if state != "waiting":
@@ -455,13 +486,22 @@ class Trainer:
             raise PacelineError(why)
         if kind == "stopped":
             self._progress.write("stopped", self._message)
+            self._say_last("stopped")
             return _stopped(self._flag)
         step = self._progress.status["step"]
         _mark_finished(self._run, step)
         self._progress.write("finished", why)
+        self._say_last(f"run {self._run.name} is finished")
         print(f"run {self._run.name} is finished: {step} steps{f' ({why})' if why else ''}", flush=True)
         self._say_farewell(feeder)
         return 0
+
+    def _say_last(self, how: str) -> None:
+        """What `systemctl status` goes on showing."""
+        status = self._progress.status
+        newest = status.get("checkpoint") or self._start.checkpoint
+        saved = f", checkpoint {newest}" if newest else ""
+        notify(f"STATUS={how} at step {status['step']} of {status['total_steps']}{saved}")
 
     def _say_farewell(self, feeder: Feeder) -> None:
         """Stay until the workers have left, a few seconds at most."""

@@ -117,6 +117,7 @@ def prepare(
     template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int], None] | None = None,
+    waiting: Callable[[], object] = lambda: None,
     processes: int | None = None,
 ) -> PrepareReport:
     """Prepare chat files for a target: a folder, a GGUF file or a hub id.
@@ -124,7 +125,8 @@ def prepare(
     max_length: longest row in tokens; longer ones are cut. supervise: "all" answers or the "last".
     out: folder to write; else one in the cache (default: the user's), named by everything that decides the rows, and
     left as it is if it is there. template_kwargs: variables for the chat template.
-    progress: called with the number of conversations done. processes: default one a CPU.
+    progress: called with the number of conversations done. waiting: called while another process prepares the same.
+    processes: default one a CPU.
 
     ConfigError if a file, the tokenizer or its chat template can't be read; PacelineError if no row is usable.
     """
@@ -143,7 +145,7 @@ def prepare(
     if meta := cached_rows(folder, key):
         return _report(folder, meta, cached=True)
     store.mkdir(parents=True, exist_ok=True)
-    with wait_for_lock(store / f"{key}.lock", f"prepare {paths[0].name}"):
+    with wait_for_lock(store / f"{key}.lock", f"prepare {paths[0].name}", waiting):
         if meta := cached_rows(folder, key):
             return _report(folder, meta, cached=True)
         if folder.parent == store:  # only holders of this lock write there
@@ -161,7 +163,9 @@ def prepare(
         return _write(paths, chat, options, folder, about, progress, processes)
 
 
-def prepare_run(run: "RunFile", progress: Callable[[int], None] | None = None) -> PrepareReport:
+def prepare_run(
+    run: "RunFile", progress: Callable[[int], None] | None = None, *, waiting: Callable[[], object] = lambda: None
+) -> PrepareReport:
     """Prepare `data.files` of a run file into the cache, as its settings say."""
     return prepare(
         run.data.files,
@@ -171,6 +175,7 @@ def prepare_run(run: "RunFile", progress: Callable[[int], None] | None = None) -
         template_kwargs={} if run.data.thinking is None else {"enable_thinking": run.data.thinking},
         trust_remote_code=run.target.trust_remote_code,
         progress=progress,
+        waiting=waiting,
     )
 
 

@@ -33,7 +33,7 @@ from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint, run_fingerprint
-from ..common.notify import Watchdog, notify
+from ..common.notify import Patience, Watchdog, notify
 from ..common.record import RecordMeta, checksum, max_rows, record_bytes, slot_bytes, write_meta
 from ..common.ring import Ring, Slot, SlotState
 from ..common.rows import Rows
@@ -86,9 +86,11 @@ def main(run: RunFile, index: int, *, source: StateSource | None = None) -> int:
             return _serve(run, index, source, pending)
         except Stopped as stopped:
             log.info("stopped by %s", stopped)
-            return stopped.exit_code
-        finally:
             notify("STOPPING=1")
+            return stopped.exit_code
+        except PacelineError as error:
+            notify("STOPPING=1", f"STATUS={' '.join(str(error).split())}")
+            raise
 
 
 @contextlib.contextmanager
@@ -116,10 +118,12 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
     name = f"w{index}"
     if paths.finished_path(run).exists():
         log.info("%s: run %s is finished", name, run.name)
+        notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
         return 0
+    notify("STATUS=preparing the data")
     info = source.info if source else target_info(run.target.path, run.target.trust_remote_code)
     layer_ids = resolve_layer_ids(run, info)
-    rows = prepared_rows(run)
+    rows = prepared_rows(run, Patience().alive)
     if rows.vocab_bound > info.vocab_size:
         raise ConfigError(
             f"the data has token {rows.vocab_bound - 1}, the target only {info.vocab_size}: "
@@ -129,6 +133,7 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
     devices = assign_devices(run).workers
     device = devices[index % len(devices)]
     budget = run.stream.token_budget
+    notify("STATUS=opening the ring")
     ring = Ring.open(
         paths.ring_dir(run) / f"{name}.ring",
         worker=name,
@@ -364,6 +369,8 @@ class Worker:
 
     def _leave(self) -> None:
         """Lets go of source and ring first, as a bye means that the lock can be probed now."""
+        why = f"{self._leaving or 'stopped'} after {self._made} records"
+        notify("STOPPING=1", f"STATUS={why}")
         self._queue.close()
         self._stack.close()
         self._send(Bye(self._name, self._ring.incarnation))
@@ -426,8 +433,15 @@ class Worker:
         heard = self._want()
         self._next_tick = time.monotonic() + (TICK_S if heard else RETRY_S)
         self._watchdog.beat()
-        doing = f"waiting for {self._waiting_for()}" if self._wait else f"{self._rate:.0f} tokens/s"
-        notify(f"STATUS={self._made} records, q_pre {self._queue.ready}, {doing}")
+        notify(f"STATUS={self._status_line()}")
+
+    def _status_line(self) -> str:
+        """Rate, occupancy and what it does, for `systemctl status`."""
+        ready = sum(view.state is SlotState.READY for view in self._ring.states())
+        speed = f", {self._rate / 1000:.1f} Ktok/s" if self._made else ""
+        doing = f", waiting for {self._waiting_for()}" if self._wait else ""
+        ring = f"ring {ready} of {self._ring.slots} full, q_pre {self._queue.ready}"
+        return f"{self._made} records{speed}, {ring}{doing}"
 
     # Messages
 

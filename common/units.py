@@ -1,0 +1,356 @@
+"""A run's units on systemd: are there any, how many workers, stop them all (`paceline scale`, `paceline stop`).
+
+    paceline@RUN.target              wants the trainer, and each worker that `scale_units` made
+    paceline-consumer@RUN.service    the trainer
+    paceline-producer@RUN.N.service  worker N; two files make it part of the run, as no unit can split its own name:
+        /etc/systemd/system/paceline-producer@RUN.N.service.d/50-paceline.conf   PartOf= and WantedBy= the target
+        /etc/paceline/RUN.N.env      CUDA_VISIBLE_DEVICES, for a worker that was given its GPU by `--gpu`
+
+Enabled instances come back after a reboot, as many as the last `scale` asked for. Imports no torch.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .devices import installed_gpus
+from .errors import ConfigError, PacelineError, UsageError
+from .ring import RingInvalid, RingReader
+
+CONFIG_DIR = Path("/etc/paceline")
+UNIT_DIR = Path("/etc/systemd/system")
+BOOTED = Path("/run/systemd/system")  # sd_booted(3)
+
+_MARK = "# Written by `paceline scale`, which removes it with its worker."
+_DROP_IN = "50-paceline.conf"
+_ACTIVE = ("active", "activating", "reloading", "deactivating")
+_GPU = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+")
+_INSTANCE = re.compile(r"(?P<run>[a-z0-9][a-z0-9_-]*)\.(?P<worker>0|[1-9][0-9]*)")
+
+Say = Callable[[str], None]
+
+
+def split_instance(instance: str) -> tuple[str, int]:
+    """ "demo.3" -> ("demo", 3): run and worker of a producer's instance. Raises UsageError."""
+    found = _INSTANCE.fullmatch(instance)
+    if found is None:
+        raise UsageError(f"{instance!r} is not RUN.N, a run's name and a worker's number")
+    return found["run"], int(found["worker"])
+
+
+def target_unit(run: str) -> str:
+    return f"paceline@{run}.target"
+
+
+def trainer_unit(run: str) -> str:
+    return f"paceline-consumer@{run}.service"
+
+
+def worker_unit(run: str, worker: int) -> str:
+    return f"paceline-producer@{run}.{worker}.service"
+
+
+# systemctl
+
+
+def systemctl(*arguments: str) -> str:
+    """Runs systemctl and returns its output. Raises PacelineError with what systemd said, on one line."""
+    try:
+        done = subprocess.run(["systemctl", "--no-ask-password", *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise PacelineError("systemctl is missing: this machine has no systemd") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise PacelineError(f"systemctl {' '.join(arguments)}: {said}")
+    return done.stdout
+
+
+def need_systemd() -> None:
+    if not BOOTED.is_dir():
+        raise PacelineError("systemd does not run this machine (or container): use `paceline up`, or --root for an image")
+
+
+def need_root(command: str) -> None:
+    if os.geteuid() != 0:
+        raise PacelineError(f"`paceline {command}` changes units and needs root: sudo paceline {command} ...")
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """One unit as systemd has it."""
+
+    name: str
+    active: str  # active, activating, inactive, failed, ...
+    result: str  # success, exit-code, timeout, watchdog, ...
+    exit_code: int
+    status: str  # its last STATUS line
+
+    @property
+    def up(self) -> bool:
+        return self.active in _ACTIVE
+
+
+def unit_state(name: str) -> UnitState:
+    wanted = "ActiveState,Result,ExecMainStatus,StatusText"
+    lines = systemctl("show", "--property", wanted, name).splitlines()
+    values = dict(line.split("=", 1) for line in lines if "=" in line)
+    code = values.get("ExecMainStatus", "0")
+    return UnitState(
+        name,
+        values.get("ActiveState", "inactive"),
+        values.get("Result", "success"),
+        int(code) if code.isdigit() else 0,
+        values.get("StatusText", ""),
+    )
+
+
+def _listed(*patterns: str) -> dict[str, str]:
+    """Loaded units that match, with their active state."""
+    text = systemctl("list-units", "--all", "--output=json", *patterns)
+    return {unit["unit"]: unit["active"] for unit in json.loads(text or "[]")}
+
+
+def running_units() -> list[str]:
+    """All units of paceline that are up, or about to be."""
+    if not BOOTED.is_dir():
+        return []
+    found = _listed("paceline-producer@*.service", "paceline-consumer@*.service")
+    return sorted(name for name, active in found.items() if active in _ACTIVE)
+
+
+# A run's units
+
+
+def _enabled(run: str, kind: str) -> set[str]:
+    """Units of the run that links in UNIT_DIR start with something else: at boot, or with the target."""
+    names = {link.name for link in UNIT_DIR.glob(f"*.wants/paceline*@{run}.*")}
+    return {name for name in names if name.startswith(kind)}
+
+
+def workers(run: str) -> list[int]:
+    """The numbers of the run's workers that are enabled or up, ascending."""
+    up = {name for name, active in _listed(f"paceline-producer@{run}.*.service").items() if active in _ACTIVE}
+    found: set[int] = set()
+    for name in up | _enabled(run, "paceline-producer@"):
+        instance = name.removeprefix("paceline-producer@").removesuffix(".service")
+        match = _INSTANCE.fullmatch(instance)
+        if match and match["run"] == run:
+            found.add(int(match["worker"]))
+    return sorted(found)
+
+
+def systemd_has(run_name: str) -> bool:
+    """Whether systemd runs this machine and units of the run are up, failed, or enabled."""
+    if not BOOTED.is_dir() or shutil.which("systemctl") is None:
+        return False
+    if _enabled(run_name, "paceline"):
+        return True
+    own = (target_unit(run_name), trainer_unit(run_name), f"paceline-producer@{run_name}.*.service")
+    return any(active != "inactive" for active in _listed(*own).values())
+
+
+# Scaling
+
+
+def scale_units(run_name: str, count: int, gpu: str | None = None, *, say: Say = print) -> None:
+    """Makes `count` workers of the run be up, now and after a reboot. Returns once systemd says that they are.
+
+    New workers take the lowest free numbers, and the GPUs that `gpu` names (an index or UUID for each, with commas);
+    removed are the highest: they give back their work, their rings are retired, and the trainer drains and removes
+    those.
+
+    Raises:
+        UsageError: `gpu` does not fit the new workers. ConfigError: there is no such GPU, or no such run file.
+        PacelineError: no root rights, or a worker that does not come up or go down; names what it said last.
+    """
+    need_root("scale")
+    if count < 0:
+        raise UsageError(f"a run cannot have {count} workers")
+    if not (CONFIG_DIR / f"{run_name}.toml").is_file():
+        raise ConfigError(f"{CONFIG_DIR / run_name}.toml: no such file; it is the run file of the units")
+    present = workers(run_name)
+    kept, removed = present[:count], present[count:]
+    free = (number for number in range(count + len(present)) if number not in present)
+    new = [next(free) for _ in range(count - len(kept))]
+    gpus = _split_gpus(gpu, new)
+    if removed:
+        _remove(run_name, removed, say)
+    for number, name in zip(new, gpus, strict=True):
+        _add(run_name, number, name)
+    down = [number for number in kept if not unit_state(worker_unit(run_name, number)).up]
+    _start(run_name, sorted(new + down), say)
+    say(f"run {run_name} has {count} worker{'s' * (count != 1)}: {_names(sorted(kept + new)) or 'none'}")
+
+
+def _names(numbers: Iterable[int]) -> str:
+    return ", ".join(f"w{number}" for number in numbers)
+
+
+def _split_gpus(gpu: str | None, new: Sequence[int]) -> list[str | None]:
+    """The GPU of each new worker."""
+    if gpu is None:
+        return [None] * len(new)
+    if not new:
+        raise UsageError("--gpu is for new workers, and there would be none")
+    names = [name.strip() for name in gpu.split(",")]
+    if len(names) != len(new):
+        raise UsageError(f"--gpu names {len(names)} GPUs for {len(new)} new workers: name one for each, as in 6,7")
+    have = installed_gpus()
+    for name in names:
+        if not _GPU.fullmatch(name):
+            raise UsageError(f"--gpu: {name!r} is neither a number nor a UUID (nvidia-smi -L lists both)")
+        if not have or (name.isdigit() and int(name) >= have):
+            raise ConfigError(f"--gpu: there is no GPU {name}; this machine has {have}")
+    return list(names)
+
+
+def _add(run: str, number: int, gpu: str | None) -> None:
+    """Writes the files that make the worker part of the run."""
+    unit, target = worker_unit(run, number), target_unit(run)
+    folder = UNIT_DIR / f"{unit}.d"
+    try:
+        folder.mkdir(exist_ok=True)
+        text = f"{_MARK}\n[Unit]\nPartOf={target}\n\n[Install]\nWantedBy={target}\n"
+        (folder / _DROP_IN).write_text(text, encoding="utf-8")
+        environment = _environment(run, number)
+        if gpu is not None:
+            if environment.exists() and not _ours(environment):
+                raise PacelineError(f"{environment} was written by hand: set CUDA_VISIBLE_DEVICES there, without --gpu")
+            environment.write_text(f"{_MARK}\nCUDA_VISIBLE_DEVICES={gpu}\n", encoding="utf-8")
+    except OSError as error:
+        raise PacelineError(f"{error.filename}: {error.strerror}") from None
+
+
+def _environment(run: str, number: int) -> Path:
+    return CONFIG_DIR / f"{run}.{number}.env"
+
+
+def _ours(path: Path) -> bool:
+    return path.read_text(encoding="utf-8", errors="replace").startswith(_MARK)
+
+
+def _start(run: str, numbers: Sequence[int], say: Say) -> None:
+    """Enables and starts workers together, and waits until each is ready or has ended well (a finished run's)."""
+    if not numbers:
+        return
+    names = [worker_unit(run, number) for number in numbers]
+    systemctl("daemon-reload")
+    systemctl("enable", *names)
+    say(f"starting {_names(numbers)}; each is up once its target is loaded")
+    try:
+        systemctl("start", *names)
+    except PacelineError as error:
+        failed = [state for name in names if (state := unit_state(name)).active not in ("active", "inactive")]
+        if not failed:
+            raise
+        raise PacelineError("; ".join(_failure(state) for state in failed)) from error
+    for number, name in zip(numbers, names, strict=True):
+        state = unit_state(name)
+        if not state.up:
+            say(f"w{number} has left again: {state.status or state.result}")
+
+
+def _failure(state: UnitState) -> str:
+    said = f": {state.status}" if state.status else ""
+    return f"{state.name} did not come up ({state.result}){said} (journalctl -u {state.name})"
+
+
+def _remove(run: str, numbers: Sequence[int], say: Say) -> None:
+    """Disables workers, retires their rings, stops them, and removes what `_add` wrote."""
+    names = [worker_unit(run, number) for number in numbers]
+    say(f"stopping {_names(numbers)}; their rings are drained by the trainer")
+    systemctl("disable", *names)
+    for number in numbers:
+        _retire(run, number, say)
+    systemctl("stop", *names)
+    for name in names:
+        if unit_state(name).active == "failed":  # it stays listed otherwise
+            systemctl("reset-failed", name)
+    for number in numbers:
+        _forget(run, number)
+    systemctl("daemon-reload")
+
+
+def _retire(run: str, number: int, say: Say) -> None:
+    """Marks the ring, so that the feed gives its owner no more work and removes it once it is drained."""
+    path = _ring_dir(run) / f"w{number}.ring"
+    try:
+        reader = RingReader.open(path)
+    except FileNotFoundError:
+        return
+    except (RingInvalid, OSError) as error:
+        say(f"ring {path} cannot be retired ({error}): `paceline clean {run}` removes it")
+        return
+    reader.retire()
+    reader.close()
+
+
+def _ring_dir(run: str) -> Path:
+    """The folder of the run's rings, from its run file, which may be invalid by now."""
+    import tomllib
+
+    from .paths import DEFAULT_RING_DIR
+
+    try:
+        values = tomllib.loads((CONFIG_DIR / f"{run}.toml").read_text(encoding="utf-8"))
+        return Path(values.get("stream", {}).get("ring_dir", DEFAULT_RING_DIR)) / run
+    except (OSError, ValueError, AttributeError):
+        return DEFAULT_RING_DIR / run
+
+
+def _forget(run: str, number: int) -> None:
+    folder = UNIT_DIR / f"{worker_unit(run, number)}.d"
+    drop_in, environment = folder / _DROP_IN, _environment(run, number)
+    for path in (drop_in, environment):
+        if path.exists() and _ours(path):
+            path.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def forget_instances(*, dry_run: bool, say: Say) -> None:
+    """Disables every instance of paceline's units and removes what `scale_units` wrote for them (uninstalling)."""
+    names = sorted({link.name for link in UNIT_DIR.glob("*.wants/paceline*@*")})
+    if names:
+        say(f"{'would disable' if dry_run else 'disabling'} {', '.join(names)}")
+    if names and not dry_run:
+        systemctl("disable", *names)
+    for folder in UNIT_DIR.glob("paceline-producer@*.service.d"):
+        instance = folder.name.removeprefix("paceline-producer@").removesuffix(".service.d")
+        if _INSTANCE.fullmatch(instance) and not dry_run:
+            _forget(*split_instance(instance))
+    if not dry_run:
+        for name in _listed("paceline*@*"):
+            systemctl("stop", name)
+            if unit_state(name).active == "failed":
+                systemctl("reset-failed", name)
+
+
+# Stopping
+
+
+def stop_units(run_name: str, *, say: Say = print) -> None:
+    """Stops trainer (with a checkpoint), workers and target, and returns once systemd says that all are down.
+
+    They stay enabled. Stopping the target alone would return at once, while they are still at it.
+
+    Raises:
+        PacelineError: the trainer did not end as it should; its last complete checkpoint stands.
+    """
+    need_root("stop")
+    trainer = trainer_unit(run_name)
+    was_up = unit_state(trainer).up
+    found = _listed(f"paceline-producer@{run_name}.*.service")
+    up = sorted(name for name, active in found.items() if active in _ACTIVE)
+    say(f"stopping run {run_name}{': the trainer writes a checkpoint' if was_up else ''}")
+    systemctl("stop", target_unit(run_name), trainer, *up)
+    state = unit_state(trainer)
+    if was_up and state.active == "failed":
+        said = f": {state.status}" if state.status else ""
+        raise PacelineError(f"{trainer} ended badly ({state.result}){said}; the last complete checkpoint stands")
+    say(f"run {run_name} is down{f': {state.status}' if was_up and state.status else ''}")
