@@ -617,7 +617,12 @@ def _fail(text: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    print(f"paceline: {' '.join(text.split())}", file=sys.stderr)
+    line = " ".join(text.split())
+    print(f"paceline: {line}", file=sys.stderr)
+    if "NOTIFY_SOCKET" in os.environ:  # so that `systemctl status` says why the unit failed
+        from .notify import notify
+
+        notify(f"STATUS={line}")
     return code
 
 

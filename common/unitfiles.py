@@ -71,7 +71,7 @@ def unit_texts(user: str, group: str, command: str, writable: Iterable[str] = ()
         "@user@": user,
         "@group@": group,
         "@paceline@": command,
-        "@writable@": "".join(f" -{path}" for path in writable),
+        "@writable@": " ".join(f"-{path}" for path in writable),
     }
     texts: dict[Path, str] = {}
     source = resources.files("paceline.systemd")

@@ -325,7 +325,7 @@ def forget_instances(*, dry_run: bool, say: Say) -> None:
         if _INSTANCE.fullmatch(instance) and not dry_run:
             _forget(*split_instance(instance))
     if not dry_run:
-        for name in _listed("paceline*@*"):
+        for name in _listed("paceline*@*", "paceline.slice"):
             systemctl("stop", name)
             if unit_state(name).active == "failed":
                 systemctl("reset-failed", name)

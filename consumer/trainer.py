@@ -89,36 +89,21 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     flag = StopFlag()
     flag.install(signal.SIGTERM, signal.SIGINT)
-    try:
-        with ExitStack() as stack:
-            return _train(run, resume, describe, rank_command, flag, stack)
-    except PacelineError as error:
-        notify("STOPPING=1", f"STATUS={' '.join(str(error).split())}")
-        raise
-
-
-def _train(
-    run: RunFile,
-    resume: str | None,
-    describe: Describe,
-    rank_command: Sequence[str],
-    flag: StopFlag,
-    stack: ExitStack,
-) -> int:
-    try:
-        with flag.interruptible():
-            _claim(run, stack)
-            notify("STATUS=looking at data, target and checkpoint")
-            start = _prepare(run, resume, describe)
-    except StopRequested:
-        notify("STOPPING=1")
-        return _stopped(flag)
-    if start.phase is None:
-        _mark_finished(run, start.step)
-        print(f"run {run.name} is finished: {start.step} steps, {start.checkpoint}", flush=True)
-        notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
-        return 0
-    return Trainer(run, start, flag).run(rank_command)
+    with ExitStack() as stack:
+        try:
+            with flag.interruptible():
+                _claim(run, stack)
+                notify("STATUS=looking at data, target and checkpoint")
+                start = _prepare(run, resume, describe)
+        except StopRequested:
+            notify("STOPPING=1")
+            return _stopped(flag)
+        if start.phase is None:
+            _mark_finished(run, start.step)
+            print(f"run {run.name} is finished: {start.step} steps, {start.checkpoint}", flush=True)
+            notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
+            return 0
+        return Trainer(run, start, flag).run(rank_command)
 
 
 def _stopped(flag: StopFlag) -> int:

@@ -88,9 +88,6 @@ def main(run: RunFile, index: int, *, source: StateSource | None = None) -> int:
             log.info("stopped by %s", stopped)
             notify("STOPPING=1")
             return stopped.exit_code
-        except PacelineError as error:
-            notify("STOPPING=1", f"STATUS={' '.join(str(error).split())}")
-            raise
 
 
 @contextlib.contextmanager
@@ -120,7 +117,7 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
         log.info("%s: run %s is finished", name, run.name)
         notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
         return 0
-    notify("STATUS=preparing the data")
+    notify("STATUS=looking at data and target")
     info = source.info if source else target_info(run.target.path, run.target.trust_remote_code)
     layer_ids = resolve_layer_ids(run, info)
     rows = prepared_rows(run, Patience().alive)

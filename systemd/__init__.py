@@ -1,1 +1,1 @@
-"""Units, sysusers.d and tmpfiles.d as templates; `paceline install-units` fills in @paceline@, @user@, ... (unitfiles.py)."""
+"""Units, sysusers.d and tmpfiles.d as templates; `paceline install-units` fills in their @marks@."""

@@ -3,11 +3,16 @@
 import json
 import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+PROJECT = Path(__file__).parents[1]
 
 # The models of the tests are tiny: a second thread costs them more than it gives, most of all beside other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -170,3 +175,17 @@ def chat_file(tmp_path_factory) -> Path:
                 messages.append({"role": "assistant", "content": sentences(9000 + index + turn, draw.randint(1, 4))})
             file.write(json.dumps({"id": index, "finished": index % 5 != 0, "messages": messages}) + "\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy of the tree: a build leaves files behind."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
+    for name in ("common", "producer", "consumer", "systemd"):
+        shutil.copytree(PROJECT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-c", build, str(out)], cwd=source, check=True, capture_output=True)
+    return next(out.glob("*.whl"))

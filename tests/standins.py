@@ -103,6 +103,7 @@ class SumLearner:
 
     seconds: float = 0.0  # per record
     eval_seconds: float = 0.0
+    save_seconds: float = 0.0  # of writing a checkpoint
     poison: list[int] = field(default_factory=list)  # batch ids (packed) whose loss is NaN
     explode: str = ""  # what the first record's error says
     weight: float = 0.0
@@ -164,6 +165,7 @@ class SumLearner:
         model, optimizer = {"weight": np.array([self.weight])}, {"steps": np.array([self.steps])}
 
         def write(folder: Path) -> None:
+            time.sleep(self.save_seconds)
             save_file(model, folder / ck.MODEL)
             save_file(optimizer, folder / ck.OPTIMIZER)
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -20,25 +19,10 @@ import pytest
 from paceline.common.runfile import RunFile, to_toml
 from systemd_box import Box, NoBox, check
 
-PROJECT = Path(__file__).parents[1]
 PATIENCE = 120.0  # seconds, on a loaded machine
 HOME = Path("/opt/paceline")  # of the environment in the box
 PACELINE = f"{HOME}/bin/paceline"
 TRAINER, WORKER = "paceline-consumer@tiny.service", "paceline-producer@tiny.{}.service"
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from a copy of the tree: a build leaves files behind."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(PROJECT / name, source)
-    for name in ("common", "producer", "consumer", "systemd"):
-        shutil.copytree(PROJECT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    out = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-c", build, str(out)], cwd=source, check=True, capture_output=True)
-    return next(out.glob("*.whl"))
 
 
 @pytest.fixture

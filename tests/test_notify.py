@@ -1,0 +1,207 @@
+"""What systemd is told by both sides, on the socket that it would give them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from paceline.common import notify, paths
+from paceline.common.dataset import wait_for_lock
+from paceline.common.locks import FileLock
+from paceline.common.runfile import RunFile
+from paceline.consumer.trainer import Trainer
+from standins import make_rows
+
+STANDINS = Path(__file__).with_name("standins.py")
+PATIENCE = 60.0
+
+
+class Listener:
+    """systemd's end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.heard: list[str] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.settimeout(PATIENCE)
+
+    def until(self, start: str) -> str:
+        """Hears lines until one begins so; returns that one."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            lines = self._socket.recv(8192).decode().split("\n")
+            self.heard += lines
+            if found := [line for line in lines if line.startswith(start)]:
+                return found[0]
+        raise AssertionError(f"{start} was not heard, but {self.heard[-5:]}")
+
+    def pending(self) -> list[str]:
+        """What has arrived and was not heard."""
+        self._socket.setblocking(False)
+        lines: list[str] = []
+        try:
+            while True:
+                lines += self._socket.recv(8192).decode().split("\n")
+        except BlockingIOError:
+            return lines
+        finally:
+            self._socket.settimeout(PATIENCE)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    listener = Listener(tmp_path / "notify")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(listener.path))
+    monkeypatch.setenv("WATCHDOG_USEC", "400000")
+    yield listener
+    listener.close()
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "run"))
+    rows = make_rows(tmp_path / "rows", count=64)
+    settings = {
+        "name": "toy",
+        "output": str(tmp_path / "out"),
+        "target": {"path": "none", "dtype": "float32"},
+        "data": {"rows": str(rows.folder), "max_length": 24, "held_out": 6},
+        "stream": {"token_budget": 64, "slots": 2, "ring_dir": str(tmp_path / "shm")},
+        "trainer": {"epochs": 1, "dtype": "float32"},
+        "checkpoint": {"every_steps": 100, "every_minutes": None},
+        "evaluation": {"every_steps": 0, "at_end": False},
+    }
+    return RunFile.model_validate(settings)
+
+
+@pytest.fixture
+def start(run: RunFile, tmp_path: Path) -> Iterator[Start]:
+    """start("trainer", learner={...}) or start("worker"): a process on stand-ins; only the trainer notifies."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(kind: str, **learner: float) -> "subprocess.Popen[str]":
+        file = tmp_path / "run.json"
+        file.write_text(run.model_dump_json())
+        environment = {k: v for k, v in os.environ.items() if kind == "trainer" or k != "NOTIFY_SOCKET"}
+        process = subprocess.Popen(
+            [sys.executable, str(STANDINS), kind, str(file), *(["0"] if kind == "worker" else [])],
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=environment | {"STANDIN_LEARNER": json.dumps(learner)},
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_trainer_is_ready_after_its_ranks_and_shows_rate_and_rings(run: RunFile, systemd: Listener, start: Start):
+    trainer = start("trainer", seconds=0.1)
+    systemd.until("READY=1")
+    assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in systemd.heard), "while the rank started"
+    systemd.until("STATUS=step 0 of ")
+    start("worker")
+    while "Ktok/s" not in (said := systemd.until("STATUS=")):
+        continue
+    assert "rings " in said and said.endswith(" training")
+    systemd.until("WATCHDOG=1")
+    trainer.terminate()
+    systemd.until("STOPPING=1")
+    assert trainer.wait(PATIENCE) == 0
+
+
+def test_trainer_asks_for_time_as_long_as_it_saves(run: RunFile, systemd: Listener, start: Start):
+    trainer = start("trainer", seconds=0.05, save_seconds=4.0)
+    start("worker")
+    while not (said := systemd.until("STATUS=step ")).startswith("STATUS=step 1"):
+        assert trainer.poll() is None, said
+    trainer.terminate()
+    systemd.until("STOPPING=1")
+    extensions = 0
+    while "checkpoint" not in (said := systemd.until("STATUS=")):
+        extensions = sum(line.startswith("EXTEND") for line in systemd.heard[systemd.heard.index("STOPPING=1") :])
+    assert extensions >= 2, "once would be a request of EXTEND_SECONDS, however long it takes"
+    assert said.startswith("STATUS=stopped at step ")
+    assert trainer.wait(PATIENCE) == 0
+
+
+def test_finished_run_is_ready_before_it_leaves(run: RunFile, systemd: Listener, start: Start):
+    """Type=notify calls it a failure to end without READY=1, and would start it again."""
+    start("worker")
+    assert start("trainer").wait(PATIENCE) == 0
+    systemd.until("STATUS=run toy is finished at step ")
+    systemd.pending()
+    assert start("trainer").wait(PATIENCE) == 0
+    heard = systemd.pending()
+    assert heard.index("READY=1") < heard.index("STATUS=run toy is finished")
+
+
+def test_worker_of_a_finished_run_is_ready_before_it_leaves(run: RunFile, systemd: Listener):
+    from paceline.producer import worker
+
+    paths.finished_path(run).touch()
+    assert worker.main(run, 0) == 0
+    assert systemd.pending()[:2] == ["READY=1", "STATUS=run toy is finished"]
+
+
+def test_trainer_that_waits_for_a_rank_of_a_dead_one_asks_for_time(run: RunFile, systemd: Listener, start: Start):
+    with FileLock(paths.rank_lock(run, 0), "rank 0 of run toy") as lock:
+        assert lock.acquire()
+        trainer = start("trainer")
+        assert systemd.until("STATUS=waiting for ").endswith("of an earlier trainer to end")
+        systemd.until("EXTEND_TIMEOUT_USEC=")
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(PATIENCE) == 0
+    assert "READY=1" not in systemd.heard
+
+
+def test_waiting_for_prepared_rows_asks_for_time(systemd: Listener, tmp_path: Path):
+    patience, held = notify.Patience(30.0), FileLock(tmp_path / "rows.lock", "prepare")
+    assert held.acquire()
+
+    def alive() -> None:
+        patience.alive()
+        held.release()
+
+    wait_for_lock(held.path, "another", alive).release()
+    assert systemd.pending() == ["EXTEND_TIMEOUT_USEC=30000000"]
+
+
+def test_patience_does_not_chatter(systemd: Listener):
+    patience = notify.Patience(30.0)
+    for _ in range(100):
+        patience.alive()
+    assert len(systemd.pending()) == 1
+
+
+@pytest.mark.parametrize(("silence", "killed", "beats"), [(0.0, False, 1), (1000.0, False, 0), (0.0, True, 0)])
+def test_watchdog_is_not_fed_when_the_feed_hangs_or_ranks_outlive_a_kill(
+    systemd: Listener, monkeypatch: pytest.MonkeyPatch, silence: float, killed: bool, beats: int
+):
+    trainer = Trainer.__new__(Trainer)
+    trainer._watchdog, trainer._killed, trainer._kill_at, trainer._ready = notify.Watchdog(), killed, None, True
+    monkeypatch.setattr(Trainer, "_status_line", lambda self, doing: doing)
+    trainer._tell_systemd("training", "", silence)
+    assert systemd.pending().count("WATCHDOG=1") == beats
+
+
+def test_failure_is_told(systemd: Listener, tmp_path: Path):
+    command = [sys.executable, "-m", "paceline.common.cli", "consumer", str(tmp_path / "none.toml")]
+    assert subprocess.run(command, capture_output=True).returncode == 78
+    assert systemd.pending() == [f"STATUS={tmp_path}/none.toml: no such run file (`paceline init` writes one)"]
