@@ -9,15 +9,21 @@ import os
 import socket
 import time
 
+SEND_SECONDS = 2.0
+
 
 def notify(*lines: str) -> bool:
-    """Sends assignments such as "READY=1" or "STATUS=loading" in one datagram. False if nobody listens."""
+    """Sends assignments such as "READY=1" or "STATUS=loading" in one datagram.
+
+    False if nobody listens, or has not for so long that the queue is full: whoever calls must not hang with systemd.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
     if address.startswith("@"):
         address = "\0" + address[1:]
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(SEND_SECONDS)
         sock.sendto("\n".join(lines).encode(), address)
         return True
     return False

@@ -72,7 +72,7 @@ def systemctl(*arguments: str) -> str:
 
 def need_systemd() -> None:
     if not BOOTED.is_dir():
-        raise PacelineError("systemd does not run this machine (or container): use `paceline up`, or --root for an image")
+        raise PacelineError("systemd does not run this machine: use `paceline up` here, or --root for an image")
 
 
 def need_root(command: str) -> None:

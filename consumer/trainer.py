@@ -428,8 +428,8 @@ class Trainer:
         self._tell_systemd(state, message, feeder.silence)
 
     def _tell_systemd(self, state: str, message: str, feed_silence: float) -> None:
-        """READY once every rank has loaded. The watchdog is fed between looks at the ranks, of which one that hangs ends
-        the trainer, and only while the feed's thread moves and no rank has outlived its end."""
+        """READY once every rank has loaded. The watchdog is fed between looks at the ranks (one that hangs ends the
+        trainer), and only while the feed's thread moves and no rank has outlived its end."""
         if feed_silence < _FEED_SILENCE and not self._killed:
             self._watchdog.beat()
         notify(f"STATUS={self._status_line(message or state)}")

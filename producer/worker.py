@@ -326,6 +326,7 @@ class Worker:
         self._finished: Path = paths.finished_path(run)
         self._queue = WorkQueue(rows, spec.token_budget, run.stream.prefetch)
         self._watchdog = Watchdog()
+        self._told_ready = False
         self._feed: int | None = None
         self._greeted = False
         self._leaving: str | None = None
@@ -345,7 +346,7 @@ class Worker:
         try:
             self._socket = self._connect(context)
             log.info("%s: ready, ring %s, incarnation %x", self._name, self._ring.path, self._ring.incarnation)
-            notify("READY=1", "STATUS=waiting for work")
+            self._told_ready = notify("READY=1", "STATUS=waiting for work")
             try:
                 self._loop()
                 log.info("%s: %s after %d records", self._name, self._leaving, self._made)
@@ -430,6 +431,7 @@ class Worker:
         heard = self._want()
         self._next_tick = time.monotonic() + (TICK_S if heard else RETRY_S)
         self._watchdog.beat()
+        self._told_ready = self._told_ready or notify("READY=1")
         notify(f"STATUS={self._status_line()}")
 
     def _status_line(self) -> str:

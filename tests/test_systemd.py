@@ -3,7 +3,6 @@
 Skipped where no box can boot, unless PACELINE_REQUIRE_SYSTEMD is set.
 """
 
-import json
 import os
 import re
 import shutil
@@ -102,3 +101,172 @@ def tiny(box: Box, tiny_target_dir: Path, chat_file: Path) -> Callable[..., None
 def _seen(box: Box) -> Path:
     """The box's root with its own mounts, from outside."""
     return Path(f"/proc/{box.leader}/root")
+
+
+def test_units_are_sound(box: Box):
+    """Nothing for systemd to complain of, little that could be exposed, and both sides below one slice."""
+    box.run(PACELINE, "install-units")
+    names = (TRAINER, WORKER.format(0), "paceline@tiny.target", "paceline.slice")
+    assert box.run("systemd-analyze", "verify", "--man=no", *names) == ""
+    for name in names[:2]:
+        report = box.run("systemd-analyze", "security", "--no-pager", name)
+        exposure = re.search(r"exposure level for \S+ ([0-9.]+)", report)
+        assert exposure is not None and float(exposure[1]) <= 2.5, report
+        assert box.shown(name, "Slice") == "paceline.slice"
+        assert box.shown(name, "RemoveIPC") == "no"
+        assert "char-nvidia*" in box.shown(name, "DeviceAllow")
+    assert box.shown("paceline.slice", "MemoryMax") != "infinity"
+    assert box.run("stat", "-c", "%a %U %G", "/dev/shm/paceline").split() == ["770", "paceline", "paceline"]
+
+
+def _everything(box: Box) -> dict[str, str]:
+    """Paths of what configuration and data there is in the box, and its accounts."""
+    listing = box.run("find", "/etc", "/var/lib", "/var/cache", "/dev/shm", "/run/paceline", check=False)
+    # Backups and locks of the account files, and what systemd keeps for itself.
+    ours = [line for line in listing.splitlines() if not re.search(r"(-|\.lock)$|/var/lib/systemd/|No such", line)]
+    accounts = {name: box.run("cat", f"/etc/{name}") for name in ("passwd", "group")}
+    return {"paths": "\n".join(sorted(ours))} | accounts
+
+
+def test_installing_and_uninstalling_leave_nothing(box: Box):
+    before = _everything(box)
+    box.run(PACELINE, "install-units")
+    assert box.run("id", "-un", "paceline").strip() == "paceline"
+    box.run("systemctl", "enable", "paceline@tiny.target")
+    box.run(PACELINE, "uninstall-units")
+    assert _everything(box) == before
+    assert box.run("systemctl", "list-units", "--all", "--no-legend", "paceline*") == ""
+    assert "nothing is installed" in box.run(PACELINE, "uninstall-units", check=False)
+
+
+def test_wrong_run_file_is_told_and_not_tried_again(box: Box, tiny: Callable[..., None]):
+    box.run(PACELINE, "install-units")
+    tiny(epochs=0)
+    failure = scale(box, 1, check=False)
+    for part in (WORKER.format(0), "tiny.toml:", "trainer.epochs", "journalctl -u"):
+        assert part in failure
+    assert box.shown(WORKER.format(0), "ActiveState") == "failed"
+    assert box.shown(WORKER.format(0), "ExecMainStatus") == "78"
+    assert box.shown(WORKER.format(0), "NRestarts") == "0"
+    scale(box, 0)
+    assert box.run("systemctl", "list-units", "--all", "--no-legend", "paceline-producer*") == ""
+
+
+# A run's life
+
+
+def scale(box: Box, count: int, check: bool = True) -> str:
+    return _python(box, f"units.scale_units('tiny', {count})", check)
+
+
+def _python(box: Box, statement: str, check: bool = True) -> str:
+    program = f"from paceline.common import units\n{statement}"
+    return box.run(f"{HOME}/bin/python3", "-c", program, check=check, timeout=PATIENCE)
+
+
+def wait_until(box: Box, what: Callable[[], Any]) -> Any:
+    """Waits until `what` is true; if it never is, shows the journal."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := what()):
+        assert time.monotonic() < deadline, box.journal()[-8000:]
+        time.sleep(0.2)
+    return found
+
+
+def active(box: Box, *units: str) -> bool:
+    return all(box.shown(unit, "ActiveState") == "active" for unit in units)
+
+
+def step(box: Box) -> int:
+    """Steps done, by the trainer's status line."""
+    found = re.search(r"step (\d+) of", box.shown(TRAINER, "StatusText"))
+    return int(found[1]) if found else 0
+
+
+def rings(box: Box) -> set[str]:
+    return set(box.run("ls", "/dev/shm/paceline/tiny", check=False).split())
+
+
+@pytest.mark.slow
+def test_life_of_a_run(box: Box, tiny: Callable[..., None]):
+    """Started, killed, hung, scaled to 3 workers and back, stopped with a checkpoint, resumed and finished."""
+    box.run(PACELINE, "install-units")
+    tiny()
+    _start_with_one_worker(box)
+    _survive_a_kill_and_a_hang(box)
+    _scale_down(box)
+    stopped_at = _stop(box)
+    tiny(max_steps=stopped_at + 3)
+    _finish(box)
+    checkpoint = f"/var/lib/paceline/tiny/checkpoints/step-{stopped_at + 3:08d}"
+    report = box.run(PACELINE, "audit", checkpoint)
+    assert "clean" in report and f"{stopped_at + 3} trained + 0 listed" in report
+    assert "kept user paceline and its files in /var/lib/paceline" in box.run(PACELINE, "uninstall-units")
+    assert box.run("stat", "-c", "%U", checkpoint).strip() == "paceline"
+
+
+def _start_with_one_worker(box: Box) -> None:
+    box.run("systemctl", "enable", "paceline@tiny.target")
+    scale(box, 1)  # comes up without a trainer, and waits for it
+    assert active(box, WORKER.format(0))
+    box.run("systemctl", "start", "paceline@tiny.target", timeout=PATIENCE)
+    assert active(box, TRAINER, "paceline@tiny.target"), "the target's start waits for the trainer's READY"
+    wait_until(box, lambda: step(box) >= 2)
+    assert "Ktok/s" in box.shown(WORKER.format(0), "StatusText")
+    # Members of the group may look.
+    box.run("useradd", "--groups", "paceline", "guest")
+    assert "w0" in box.run("runuser", "-u", "guest", "--", PACELINE, "rings", "tiny")
+    assert "training" in box.run("runuser", "-u", "guest", "--", PACELINE, "status", "tiny")
+
+
+def _survive_a_kill_and_a_hang(box: Box) -> None:
+    """Worker 0 is killed while worker 1 hangs; worker 2 goes on."""
+    folder = Path(f"/proc/{box.leader}/root/run/systemd/system/{WORKER.format(1)}.d")
+    folder.mkdir(parents=True)
+    (folder / "short.conf").write_text("[Service]\nWatchdogSec=5\n")
+    scale(box, 3)
+    assert rings(box) == {"w0.ring", "w1.ring", "w2.ring"}
+    inode = box.run("stat", "-c", "%i", "/dev/shm/paceline/tiny/w0.ring")
+    before = step(box)
+    box.run("systemctl", "kill", "--signal=STOP", "--kill-who=main", WORKER.format(1))
+    box.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", WORKER.format(0))
+    both = WORKER.format(0), WORKER.format(1)
+    wait_until(box, lambda: all(int(box.shown(unit, "NRestarts")) > 0 for unit in both) and active(box, *both))
+    assert f"{WORKER.format(1)}: Watchdog timeout" in box.journal()
+    assert box.run("stat", "-c", "%i", "/dev/shm/paceline/tiny/w0.ring") == inode, "the ring is adopted"
+    wait_until(box, lambda: step(box) > before + 1)
+    assert box.shown(TRAINER, "NRestarts") == "0"
+
+
+def _scale_down(box: Box) -> None:
+    scale(box, 1)
+    assert not active(box, WORKER.format(1)) and not active(box, WORKER.format(2))
+    wait_until(box, lambda: rings(box) == {"w0.ring"})  # drained, then removed by the trainer
+    found = box.run("find", "/etc/systemd/system", "-path", "*paceline-producer@tiny.*", "-name", "*.service")
+    assert found.split() == [f"/etc/systemd/system/paceline@tiny.target.wants/{WORKER.format(0)}"]
+    before = step(box)
+    wait_until(box, lambda: step(box) > before)
+
+
+def _stop(box: Box) -> int:
+    """Returns the step that it was stopped at."""
+    _python(box, "units.stop_units('tiny')")
+    for unit in (TRAINER, WORKER.format(0), "paceline@tiny.target"):
+        assert box.shown(unit, "ActiveState") == "inactive"
+        assert box.shown(unit, "Result") in ("success", "")
+    said = box.shown(TRAINER, "StatusText")
+    found = re.fullmatch(r"stopped at step (\d+) of 7000, checkpoint /var/lib/paceline/tiny/checkpoints/(\S+)", said)
+    assert found is not None and found[2] == f"step-{int(found[1]):08d}", said
+    assert _python(box, "print(units.systemd_has('tiny'), units.workers('tiny'))").split() == ["True", "[0]"]
+    return int(found[1])
+
+
+def _finish(box: Box) -> None:
+    """The target alone brings both sides back; at the end they leave, and starting again is no failure."""
+    units = TRAINER, WORKER.format(0)
+    for _ in range(2):
+        box.run("systemctl", "start", "paceline@tiny.target", timeout=PATIENCE)
+        wait_until(box, lambda: all(box.shown(unit, "ActiveState") == "inactive" for unit in units))
+        for unit in units:
+            assert box.shown(unit, "Result") == "success"
+        assert box.shown(TRAINER, "StatusText").startswith("run tiny is finished")

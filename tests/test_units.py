@@ -163,7 +163,7 @@ def test_instance(name: str, found: tuple[str, int]):
 
 @pytest.mark.parametrize("name", ["demo", "demo.", ".1", "demo.01", "demo.-1", "demo.1.2", "Demo.1", "de mo.1"])
 def test_no_instance(name: str):
-    with pytest.raises(UsageError, match="RUN.N"):
+    with pytest.raises(UsageError, match=r"RUN\.N"):
         units.split_instance(name)
 
 
