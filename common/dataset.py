@@ -43,7 +43,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 _GGUF_HEAD_BYTES = 64 << 20  # a GGUF file's metadata, tokenizer included, are at its start
 
 
-def prepared_rows(run: "RunFile", alive: Callable[[], object] = lambda: None) -> Rows:
+def prepared_rows(run: "RunFile", alive: Callable[[], None] = lambda: None) -> Rows:
     """The run's rows, prepared first if need be; `alive` is called now and then while that takes.
 
     ConfigError if files or tokenizer are missing, if the rows were prepared for another tokenizer, or if one is longer
@@ -150,7 +150,7 @@ def _digest_files(files: Mapping[str, Path], config: Path | None) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def wait_for_lock(path: Path, who: str, alive: Callable[[], object] = lambda: None) -> FileLock:
+def wait_for_lock(path: Path, who: str, alive: Callable[[], None] = lambda: None) -> FileLock:
     """Take a lock file, waiting for its holder; looks a few times a second, so that a signal ends the wait at once, and
     calls `alive` as often."""
     lock = FileLock(path, who)

@@ -117,7 +117,7 @@ def prepare(
     template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int], None] | None = None,
-    waiting: Callable[[], object] = lambda: None,
+    waiting: Callable[[], None] = lambda: None,
     processes: int | None = None,
 ) -> PrepareReport:
     """Prepare chat files for a target: a folder, a GGUF file or a hub id.
@@ -164,7 +164,7 @@ def prepare(
 
 
 def prepare_run(
-    run: "RunFile", progress: Callable[[int], None] | None = None, *, waiting: Callable[[], object] = lambda: None
+    run: "RunFile", progress: Callable[[int], None] | None = None, *, waiting: Callable[[], None] = lambda: None
 ) -> PrepareReport:
     """Prepare `data.files` of a run file into the cache, as its settings say."""
     return prepare(

@@ -62,3 +62,12 @@ def test_no_driver_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "installed_gpus", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert gpu_count() == 0
+
+
+def test_the_only_visible_gpu_is_used_whatever_the_run_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "installed_gpus", lambda: 8)
+    run = make_run({"count": 3, "devices": ["cuda:5", "cpu"]}, {"ranks": 1, "devices": ["cuda:7"]})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    assert assign_devices(run) == (["cuda:0", "cpu", "cuda:0"], ["cuda:0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    assert assign_devices(run) == (["cuda:5", "cpu", "cuda:5"], ["cuda:7"])
