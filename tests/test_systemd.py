@@ -18,7 +18,7 @@ import pytest
 from paceline.common.runfile import RunFile, to_toml
 from systemd_box import Box, NoBox, check
 
-PATIENCE = 120.0  # seconds, on a loaded machine
+PATIENCE = 300.0  # seconds, on a loaded machine
 HOME = Path("/opt/paceline")  # of the environment in the box
 PACELINE = f"{HOME}/bin/paceline"
 TRAINER, WORKER = "paceline-consumer@tiny.service", "paceline-producer@tiny.{}.service"
@@ -123,6 +123,8 @@ def _everything(box: Box) -> set[str]:
 
 
 def test_installing_and_uninstalling_leave_nothing(box: Box):
+    # Something else is enabled, as on every machine: systemctl disable removes a folder that it leaves empty.
+    box.run("systemctl", "enable", "machines.target")
     before = _everything(box)
     box.run(PACELINE, "install-units")
     assert box.run("id", "-un", "paceline").strip() == "paceline"
@@ -219,7 +221,7 @@ def _survive_a_kill_and_a_hang(box: Box) -> None:
     """Worker 0 is killed while worker 1 hangs; worker 2 goes on."""
     folder = Path(f"/proc/{box.leader}/root/run/systemd/system/{WORKER.format(1)}.d")
     folder.mkdir(parents=True)
-    (folder / "short.conf").write_text("[Service]\nWatchdogSec=5\n")
+    (folder / "short.conf").write_text("[Service]\nWatchdogSec=10\n")
     scale(box, 3)
     assert rings(box) == {"w0.ring", "w1.ring", "w2.ring"}
     inode = box.run("stat", "-c", "%i", "/dev/shm/paceline/tiny/w0.ring")
