@@ -42,7 +42,7 @@ def check() -> None:
     """Raises NoBox if it is plain that no box can boot."""
     if os.geteuid() != 0:
         raise NoBox("a systemd in a box needs root")
-    for tool in ("systemd-nspawn", "nsenter", "mount"):
+    for tool in ("systemd-nspawn", "nsenter", "setpriv", "mount"):
         if shutil.which(tool) is None:
             raise NoBox(f"{tool} is missing (apt-get install systemd systemd-container dbus)")
 
@@ -103,6 +103,7 @@ class Box:
         # Into its groups first: nspawn makes others below the one that it is in.
         join = "".join(f"echo $$ > {group}/cgroup.procs && " for group in self._groups)
         command = [
+            *("setpriv", "--pdeathsig", "KILL"),  # a killed test leaves no systemd behind
             *("systemd-nspawn", "--boot", "--register=no", "--keep-unit", "--console=pipe", "--link-journal=no"),
             *("--directory", str(self.root), f"--machine={self.name}", "--private-network"),
             *("--capability=CAP_IPC_LOCK", "--tmpfs=/dev/shm:mode=1777,size=1G", *self._binds),

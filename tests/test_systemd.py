@@ -205,8 +205,9 @@ def test_life_of_a_run(box: Box, tiny: Callable[..., None]):
 
 def _start_with_one_worker(box: Box) -> None:
     box.run("systemctl", "enable", "paceline@tiny.target")
-    scale(box, 1)  # comes up without a trainer, and waits for it
-    assert active(box, WORKER.format(0))
+    box.run("systemctl", "start", "--no-block", "paceline@tiny.target")
+    scale(box, 1)
+    assert active(box, WORKER.format(0)), "scale waits for the worker's READY"
     box.run("systemctl", "start", "paceline@tiny.target", timeout=PATIENCE)
     assert active(box, TRAINER, "paceline@tiny.target"), "the target's start waits for the trainer's READY"
     wait_until(box, lambda: step(box) >= 2)
