@@ -260,6 +260,7 @@ class Ring:
         mapping = self._mapping
         seq = int(mapping.words[layout.LAST_SEQ]) + 1
         mapping.words[layout.LAST_SEQ] = seq
+        faults.point("ring.numbered")
         mapping.write(index, layout.SEQ, seq)
         faults.point("ring.writing")
         address = mapping.address + mapping.header.offset(index)
@@ -281,6 +282,7 @@ class Ring:
         mapping.write(slot.index, layout.ORDINAL, ordinal)
         check = layout.line_check(slot.seq, slot.batch, length, checksum, now, ordinal)
         mapping.write(slot.index, layout.CHECK, check)
+        faults.point("ring.described")
         mapping.write(slot.index, layout.COMMIT, slot.seq)
         faults.point("ring.committed")
         mapping.words[layout.PRODUCED] = ordinal
@@ -395,6 +397,7 @@ class RingReader:
         if not self.holds(slot, seq):
             return False
         self._mapping.write(slot, layout.TAKEN_BY, trainer)
+        faults.point("ring.taking")
         self._mapping.write(slot, layout.TAKEN_SEQ, seq)
         faults.point("ring.taken")
         return True
@@ -427,7 +430,9 @@ class RingReader:
             scan = self.scan()
             if not scan.retired or any(slot.state is SlotState.READY for slot in scan.slots):
                 return False
+            faults.point("ring.removing")
             self.path.unlink()
+            faults.point("ring.removed")
             return True
         finally:
             lock.release()
@@ -578,6 +583,7 @@ def _adopt(fd: int, path: Path, wanted: RingHeader, incarnation: int) -> tuple[_
         return None, live.last_seq
     mapping = _Mapping(fd, header, path)
     _own(mapping, incarnation)
+    faults.point("ring.adopted")
     mapping.words[layout.PRODUCED] = live.produced
     for slot in slots:
         if slot.state is SlotState.WRITING:
@@ -618,6 +624,7 @@ def _make(path: Path, wanted: RingHeader, incarnation: int, floor: int, *, repla
         stack.callback(temporary.unlink)
         if replaces is None and os.path.lexists(path):
             return None
+        faults.point("ring.temporary")
         _allocate(fd, path, wanted)
         faults.point("ring.half-made")
         mapping = _Mapping(fd, wanted, path)
@@ -625,7 +632,9 @@ def _make(path: Path, wanted: RingHeader, incarnation: int, floor: int, *, repla
         # Microseconds since 1970: above whatever a ring of this name, even one long removed, has used.
         mapping.words[layout.LAST_SEQ] = max(floor, time.time_ns() // 1000)
         _own(mapping, incarnation)
+        faults.point("ring.before-rename")
         temporary.rename(path)
+        faults.point("ring.renamed")
         stack.pop_all()
         return mapping
 
@@ -644,6 +653,7 @@ def _allocate(fd: int, path: Path, wanted: RingHeader) -> None:
         raise
     if os.fstat(fd).st_blocks * 512 < wanted.file_bytes:
         raise ConfigError(f"stream.ring_dir: {path.parent} is on a file system that reserves no space; use a tmpfs")
+    faults.point("ring.allocated")
     os.pwrite(fd, layout.encode_header(wanted), 0)
 
 

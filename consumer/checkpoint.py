@@ -200,12 +200,14 @@ def write_checkpoint(root: Path, state: CheckpointState, write: Write) -> Path:
         new = root / f"{_TEMPORARY}{target.name}"
         try:
             new.mkdir()
+            point("checkpoint.begun")
             write(new)
             (new / STATE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             _seal(new, state.step)
             point("checkpoint.before-rename")
             if target.exists():
                 target.rename(root / f"{_REPLACED}{target.name}")
+                point("checkpoint.between-renames")
             new.rename(target)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -235,9 +237,11 @@ def _seal(folder: Path, step: int) -> None:
     missing = {MODEL, OPTIMIZER, STATE} - files.keys()
     if missing:
         raise CheckpointError(f"the learner wrote no {', '.join(sorted(missing))}")
+    point("checkpoint.before-manifest")
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
     _fsync(manifest)
+    point("checkpoint.after-manifest")
     _fsync(folder)
 
 
@@ -268,9 +272,11 @@ def prune(root: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
     if keep_best and (best := best_of(complete)) is not None:
         keep.add(best)
     gone = [path for path in complete if path not in keep]
+    point("checkpoint.before-removal")
     for path in gone:
         # Renamed first: a kill halfway through must not leave half a checkpoint under a checkpoint's name.
         removed = path.rename(root / f"{_REMOVED}{path.name}")
+        point("checkpoint.removing")
         shutil.rmtree(removed, ignore_errors=True)
     return gone
 

@@ -144,6 +144,7 @@ class Feeder:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        faults.point("feed.bound")
         self._thread.start()
 
     def stop(self) -> None:
@@ -186,6 +187,7 @@ class Feeder:
                 if not stat.S_ISSOCK(path.lstat().st_mode):
                     raise ConfigError(f"{path} is in the way and is no socket: move it away")
                 path.unlink()
+            faults.point("feed.before-bind")
             socket.bind(f"ipc://{path}")
             path.chmod(0o600)
         except (zmq.ZMQError, OSError) as error:
@@ -284,6 +286,8 @@ class Feeder:
             rate = None
             if isinstance(message, wire.Want):
                 rate, self._waited[scan.worker] = message.tokens_per_s, message.waited
+            else:
+                faults.point("feed.hello-heard")
             self._state.heard(scan.worker, scan.incarnation, message.held, rate, time.monotonic())
 
     def _hear_rank(self, route: bytes, message: _RankMessage) -> None:
@@ -299,10 +303,13 @@ class Feeder:
                     self._send(self._ranks, route, answer)
             case wire.Refused():
                 if state.refused(message):
+                    faults.point("feed.refusal-heard")
                     log.warning("batch %s refused by rank %d: %s", _name(message.batch), message.rank, message.reason)
                     self._on_refused(message)
             case wire.Done():
+                faults.point("feed.done-heard")
                 if state.done(message):
+                    faults.point("feed.done-recorded")
                     self._on_done(message)
             case wire.RankHello():
                 pass
@@ -315,8 +322,10 @@ class Feeder:
         if self._finished:
             for worker, hint in self._state.workers.items():
                 if worker not in self._told:
+                    faults.point("feed.finished-not-told")
                     self._told.add(worker)
                     self._send(self._workers, self._routes[worker], wire.StopWorker(hint.incarnation, "finished"))
+                    faults.point("feed.finished-told")
 
     # ---- acting
 
@@ -343,12 +352,17 @@ class Feeder:
 
     def _answer(self, answer: wire.Take | wire.Exhausted | None, rank: int) -> None:
         if isinstance(answer, wire.Take):
-            faults.point("feed.taken")
+            faults.point("feed.given-not-sent")
+        else:
+            faults.point("feed.exhausted-not-sent")
         route = self._rank_routes.get(rank)
         if route is not None and answer is not None:
             self._send(self._ranks, route, answer)
+        if isinstance(answer, wire.Take):
+            faults.point("feed.given")
 
     def _send_work(self, worker: str, incarnation: int, batches: list[int]) -> None:
+        faults.point("feed.assigned-not-sent")
         items: list[wire.WorkItem] = []
         size = 0
         for batch in batches:
@@ -360,6 +374,7 @@ class Feeder:
             items.append(wire.WorkItem(batch, rows))
             size += item_size
         self._send(self._workers, self._routes[worker], wire.Work(incarnation, self._trainer, tuple(items)))
+        faults.point("feed.work-sent")
 
     def _send(self, socket: "zmq.Socket[bytes]", route: bytes, message: wire.Message) -> None:
         """Send if the peer is there and takes it; what is lost is asked for again."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common import paths
+from ..common import faults, paths
 from ..common.batch import Kind
 from ..common.errors import PacelineError
 from ..common.locks import FileLock, held_by
@@ -150,6 +150,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
     lock = FileLock(paths.rank_lock(run, job.rank), f"rank {job.rank} of run {run.name}")
     if not lock.acquire():
         raise PacelineError(f"rank {job.rank} of run {run.name} is running already: {held_by(lock.path)}")
+    faults.point("rank.locked")
     with flag.interruptible():
         rows = Rows.open(job.rows)
         plan = plan_from(run, rows)
@@ -160,6 +161,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
             boundary = Boundary.of(load_state(Path(job.checkpoint)))
             learner.restore(Path(job.checkpoint))
         boundary.phase = None if job.phase is None else (Kind(job.phase[0]), job.phase[1])
+    faults.point("rank.restored")
     source = RecordSource(
         rank=job.rank,
         trainer=job.trainer,

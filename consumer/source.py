@@ -219,7 +219,9 @@ class RecordSource:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        point("rank.before-hello")
         self._send(socket, wire.RankHello(self._rank, self._trainer))
+        point("rank.hello")
         asked, sent_at = None, 0.0
         while not self._stopping:
             now = time.monotonic()
@@ -254,6 +256,8 @@ class RecordSource:
             first = [*self._refused, *self._done]
         for message in (*first, *([request] if request else [])):
             self._send(socket, message)
+        if request is not None:
+            point("rank.asked")
 
     def _send(self, socket: "zmq.Socket[bytes]", message: wire.Message) -> None:
         try:
@@ -282,6 +286,7 @@ class RecordSource:
         if isinstance(message, wire.Exhausted):
             self._exhausted()
         else:
+            point("rank.take-received")
             self._accept(message)
 
     def _exhausted(self) -> None:
@@ -352,6 +357,7 @@ class RecordSource:
 
     def _refuse(self, take: wire.Take, reason: str) -> None:
         """Free the slot, count, and tell the feed; a batch refused for the second time is listed."""
+        point("rank.refusing")
         reader = self._readers.get(take.worker)
         if reader is not None and reader.ring_id == take.ring:
             reader.release(take.slot, take.seq)

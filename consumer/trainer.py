@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common import paths
+from ..common import faults, paths
 from ..common.batch import Kind
 from ..common.devices import assign_devices
 from ..common.errors import ConfigError, PacelineError
@@ -99,6 +99,7 @@ def main(
             _mark_finished(run, start.step)
             print(f"run {run.name} is finished: {start.step} steps, {start.checkpoint}", flush=True)
             return 0
+        faults.point("trainer.resumed")
         return Trainer(run, start, flag).run(rank_command)
 
 
@@ -135,6 +136,7 @@ def _claim(run: RunFile, stack: ExitStack) -> None:
         if not lock.acquire():
             raise PacelineError(f"{what} has a trainer already: {held_by(path)}")
         stack.callback(lock.release)
+    faults.point("trainer.locked")
     told: set[str] = set()
     folder = paths.run_dir(run.name)
     while holders := [held for path in sorted(folder.glob("rank-*.lock")) if (held := held_by(path))]:
@@ -236,6 +238,7 @@ class Trainer:
     def run(self, rank_command: Sequence[str]) -> int:
         run, start = self._run, self._start
         paths.finished_path(run).unlink(missing_ok=True)
+        faults.point("trainer.marker-removed")
         feeder = Feeder(
             run,
             start.plan,
@@ -260,6 +263,7 @@ class Trainer:
             feeder.start()
             try:
                 self._ranks.start(self._jobs(), rank_command)
+                faults.point("trainer.ranks-started")
                 self._watch(feeder)
                 return self._finish(feeder)
             finally:
@@ -457,7 +461,9 @@ class Trainer:
             self._progress.write("stopped", self._message)
             return _stopped(self._flag)
         step = self._progress.status["step"]
+        faults.point("trainer.before-finished")
         _mark_finished(self._run, step)
+        faults.point("trainer.finished")
         self._progress.write("finished", why)
         print(f"run {self._run.name} is finished: {step} steps{f' ({why})' if why else ''}", flush=True)
         self._say_farewell(feeder)

@@ -190,6 +190,7 @@ class Training:
 
     def _run_phase(self, kind: Kind, number: int) -> None:
         mine = self._collect((kind, number))
+        point("rank.collected-not-gathered")
         self._reports.doing("gather")
         everyone = [Collected(**found) for found in self._group.all_gather(asdict(mine))]
         if stop := next((one.stop for one in everyone if one.stop), ""):
@@ -275,6 +276,7 @@ class Training:
             self._group.all_reduce(total)
             self._learner.reduce(self._group)
             finite, values = self._learner.step(total, step, self._plan.total_steps)
+            point("rank.stepped-not-recorded")
         else:
             self._learner.discard()
         if not finite:
@@ -318,6 +320,7 @@ class Training:
         self, kind: Kind, number: int, batches: list[BatchId], listed: dict[BatchId, str], values: dict[str, Any]
     ) -> None:
         """The feed learns what is done, the main process also how it went."""
+        point("rank.stepped-not-told")
         self._source.leave((kind, number))
         if (anchors := values.get("anchors")) is not None:
             values["anchors_per_s"] = anchors / values["seconds"]
@@ -339,6 +342,7 @@ class Training:
             self._last_done = done  # the feed then lets the workers go: not before the run is safe on disk
         else:
             self._source.done(done)
+            point("rank.told")
         values["elapsed"] = self._at.seconds
         self._reports.phase(kind, number, values, listed)
 
@@ -378,6 +382,7 @@ class Training:
             if error := self._await_save():
                 raise CheckpointError(error)
         if self._last_done is not None:
+            point("rank.safe-not-told")
             self._source.done(self._last_done)
 
     def _await_save(self) -> str:

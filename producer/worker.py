@@ -139,6 +139,7 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
     )
     with contextlib.ExitStack() as stack:
         stack.callback(ring.close)
+        faults.point("worker.loading")
         if source is None:
             notify("STATUS=loading the target")
             source = _target_source(run, info, layer_ids, device)
@@ -366,7 +367,9 @@ class Worker:
         """Lets go of source and ring first, as a bye means that the lock can be probed now."""
         self._queue.close()
         self._stack.close()
+        faults.point("worker.closed-not-told")
         self._send(Bye(self._name, self._ring.incarnation))
+        faults.point("worker.bye")
 
     def _loop(self) -> None:
         while True:
@@ -442,6 +445,7 @@ class Worker:
         """Tells the feed what the worker holds. False if no feed is connected."""
         held = self._queue.held
         if not self._greeted:
+            faults.point("worker.before-hello")
             self._greeted = self._send(Hello(self._name, self._ring.incarnation, held))
             if self._greeted:
                 faults.point("worker.hello")
@@ -472,6 +476,7 @@ class Worker:
     def _heed(self, message: Work | StopWorker) -> None:
         if isinstance(message, StopWorker):
             self._leaving = message.reason
+            faults.point("worker.told-to-stop")
             return
         if message.feed != self._feed:
             if self._feed is not None:
@@ -499,6 +504,7 @@ class Worker:
         try:
             prepared = self._queue.take(batch)
             length, total = self._fill(slot, prepared)
+            faults.point("worker.filled")
         except BaseException:
             self._ring.abandon(slot)
             raise
