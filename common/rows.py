@@ -225,6 +225,11 @@ def _scratch(folder: Path) -> Path:
     return scratch
 
 
+def has_scratch(folder: Path) -> bool:
+    """Whether a writer of `folder` is at work, or was killed at it."""
+    return next(folder.parent.glob(f".{folder.name}.*"), None) is not None
+
+
 def remove_scratch(folder: Path) -> None:
     """Remove what killed writers of `folder` left behind. The caller sees to it that none is alive."""
     for scratch in folder.parent.glob(f".{folder.name}.*"):

@@ -196,7 +196,7 @@ def write_checkpoint(root: Path, state: CheckpointState, write: Write) -> Path:
     target = step_folder(root, state.step)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        sweep(root)
         new = root / f"{_TEMPORARY}{target.name}"
         try:
             new.mkdir()
@@ -213,7 +213,7 @@ def write_checkpoint(root: Path, state: CheckpointState, write: Write) -> Path:
             shutil.rmtree(new, ignore_errors=True)
         _fsync(root)
         point("checkpoint.after-rename")
-        _sweep(root)
+        sweep(root)
     except OSError as error:
         raise CheckpointError(f"checkpoint {target} was not written: {_disk_error(error, root)}") from error
     except SafetensorError as error:  # what safetensors makes of a write error
@@ -253,9 +253,11 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sweep(root: Path) -> None:
+def sweep(root: Path) -> None:
     """Remove what a killed writer or remover left, and give back its name to a checkpoint that was not replaced after
-    all. Only the run's one trainer (consumer.lock) writes here."""
+    all. For the run's one trainer (consumer.lock): nobody else writes here."""
+    if not root.is_dir():
+        return
     for path in list(root.iterdir()):
         if path.name.startswith(_REPLACED) and not _original(path).exists():
             path.rename(_original(path))

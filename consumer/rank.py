@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..common import faults, paths
 from ..common.batch import Kind
-from ..common.errors import PacelineError
+from ..common.errors import ConfigError, PacelineError
 from ..common.locks import FileLock, held_by
 from ..common.plan import plan_from
 from ..common.rows import Rows
@@ -182,7 +182,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
     reports.end(ending.kind, ending.why)
     if ending.kind == "finished":
         group.close()  # after a stop others may be gone, and NCCL would wait for them
-    return 1 if ending.kind == "failed" else 0
+    return {"failed": PacelineError.exit_code, "unfit": ConfigError.exit_code}.get(ending.kind, 0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Protocol
 
@@ -33,6 +32,7 @@ from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint, run_fingerprint
+from ..common.finished import is_finished
 from ..common.notify import Watchdog, notify
 from ..common.record import RecordMeta, checksum, max_rows, record_bytes, slot_bytes, write_meta
 from ..common.ring import Ring, Slot, SlotState
@@ -114,7 +114,8 @@ def _stop_signals() -> Iterator[list[int]]:
 
 def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[int]) -> int:
     name = f"w{index}"
-    if paths.finished_path(run).exists():
+    started = time.time()
+    if is_finished(run, started):
         log.info("%s: run %s is finished", name, run.name)
         return 0
     info = source.info if source else target_info(run.target.path, run.target.trust_remote_code)
@@ -145,7 +146,7 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
             source = _target_source(run, info, layer_ids, device)
         stack.callback(source.close)
         source.register(*ring.mapping())
-        return Worker(run, name, rows, ring, source, spec, pending, stack).run()
+        return Worker(run, name, rows, ring, source, spec, pending, stack, started).run()
 
 
 def _target_source(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> StateSource:
@@ -313,8 +314,9 @@ class Worker:
         spec: RecordSpec,
         pending: list[int],
         stack: contextlib.ExitStack,
+        started: float,
     ) -> None:
-        self._run_name = run.name
+        self._run, self._started = run, started
         self._name = name
         self._ring = ring
         self._source = source
@@ -322,7 +324,6 @@ class Worker:
         self._pending = pending
         self._stack = stack
         self._address = paths.feed_address(run)
-        self._finished: Path = paths.finished_path(run)
         self._queue = WorkQueue(rows, spec.token_budget, run.stream.prefetch)
         self._watchdog = Watchdog()
         self._feed: int | None = None
@@ -424,7 +425,7 @@ class Worker:
             raise PacelineError(
                 f"{self._ring.path} vanished under its worker (removed by hand, by systemd's RemoveIPC or a logout)"
             )
-        if self._finished.exists():
+        if is_finished(self._run, self._started):
             self._leaving = "finished"
         heard = self._want()
         self._next_tick = time.monotonic() + (TICK_S if heard else RETRY_S)

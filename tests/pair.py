@@ -9,6 +9,7 @@ The states are stamped (standins.py) and `SumLearner` checks every one of them.
 """
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from paceline.common.batch import BatchId
 from paceline.common.dataset import prepared_rows, tokenizer_digest
 from paceline.common.errors import PacelineError
 from paceline.common.fingerprint import Fingerprint, run_fingerprint
-from paceline.common.plan import plan_from
+from paceline.common.plan import Plan, plan_from
 from paceline.common.record import RecordMeta, max_rows, slot_bytes
 from paceline.common.ring import Ring
 from paceline.common.rows import Rows, RowsWriter
@@ -39,6 +40,7 @@ from paceline.common.target_info import TargetInfo
 from paceline.consumer import feed, feeder, rank, ranks, source, trainer
 from paceline.consumer.describe import RunFacts
 from paceline.consumer.group import LocalGroup
+from paceline.consumer.job import versions
 from paceline.producer import prepare, worker
 from paceline.producer.chat import ChatFormat
 from standins import EXPECTED, HIDDEN, LAYERS, SumLearner, make_meta, stamp
@@ -49,7 +51,7 @@ _PDEATHSIG, _SUBREAPER = 1, 36  # prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-# The stand-in target ---------------------------------------------------------------------------------------------------
+# The stand-in target ------------------------------------------------------------------------------------------------
 
 
 def target(run: RunFile) -> TargetInfo:
@@ -79,12 +81,13 @@ def describe(run: RunFile, alive: Callable[[], object] = lambda: None) -> RunFac
     return RunFacts(str(rows.folder), fields, list(LAYERS), HIDDEN)
 
 
-def meta_of(run: RunFile, batch: BatchId) -> RecordMeta:
-    """What a worker of the run writes before the states of a batch."""
+def describer(run: RunFile) -> tuple[Plan, Callable[[BatchId], RecordMeta]]:
+    """The run's plan, and what a worker of the run writes before the states of a batch."""
     facts = describe(run)
     rows = Rows.open(facts.rows)
+    plan = plan_from(run, rows)
     expected = replace(EXPECTED, fingerprint=Fingerprint(facts.fingerprint).digest)
-    return make_meta(plan_from(run, rows), rows, batch, expected)
+    return plan, lambda batch: make_meta(plan, rows, batch, expected)
 
 
 def ring_of(run: RunFile, name: str) -> Ring:
@@ -117,7 +120,7 @@ def load_format(target_path: str, trust_remote_code: bool = False) -> ChatFormat
     return ChatFormat((folder / "tokenizer.json").read_text(), {"default": template}, {"eos_token": "<|im_end|>"})
 
 
-# The processes ---------------------------------------------------------------------------------------------------------
+# The processes ------------------------------------------------------------------------------------------------------
 
 
 def run_worker(run: RunFile, index: str) -> int:
@@ -181,7 +184,7 @@ def _in_child(main: Callable[[], int]) -> None:
         os._exit(code)
 
 
-# A trainer's ranks -----------------------------------------------------------------------------------------------------
+# A trainer's ranks --------------------------------------------------------------------------------------------------
 
 
 def _fork_ranks_from_here(fault: str) -> None:
@@ -202,17 +205,24 @@ def _serve_ranks(requests: socket.socket, parent: int, fault: str) -> int:
         data, fds, _, _ = socket.recv_fds(requests, 4096, 3)
         if not data:
             return 0
-        number = int(data)
-        answer, pid = os.pipe()
-        if (between := os.fork()) == 0:  # its child becomes the trainer's when it ends
-            if (child := os.fork()) == 0:
-                _in_child(lambda: _forked_rank(requests, fds, number, parent, fault))
-            os.write(pid, str(child).encode())
-            os._exit(0)
-        os.waitpid(between, 0)
-        requests.send(os.read(answer, 32))
-        for fd in (*fds, answer, pid):
+        requests.send(str(_fork_rank(requests, fds, int(data), parent, fault)).encode())
+        for fd in fds:
             os.close(fd)
+
+
+def _fork_rank(requests: socket.socket, fds: list[int], reports: int, parent: int, fault: str) -> int:
+    """The pid of a rank that is a child of the trainer: of the one that forked it, which ends, and so of the reaper."""
+    answer, pid = os.pipe()
+    if (between := os.fork()) == 0:
+        if (child := os.fork()) == 0:
+            _in_child(lambda: _forked_rank(requests, fds, reports, parent, fault))
+        os.write(pid, str(child).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    found = int(os.read(answer, 32))
+    os.close(answer)
+    os.close(pid)
+    return found
 
 
 def _forked_rank(requests: socket.socket, fds: list[int], reports: int, parent: int, fault: str) -> int:
@@ -266,7 +276,7 @@ class _ForkedRank:
             os.kill(self.pid, number)
 
 
-# The process that forks, and a test's side of it -----------------------------------------------------------------------
+# The process that forks, and a test's side of it --------------------------------------------------------------------
 
 
 def serve() -> None:
@@ -274,6 +284,8 @@ def serve() -> None:
     _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     prepare.load_format = load_format
     _shorten_waits()
+    _ = versions(), np.random.default_rng(), np.ma.array  # loaded at first use, else by each process
+    gc.freeze()  # else each child's collector would copy every page that it looks at
     for line in sys.stdin:
         request = json.loads(line)
         answer = _start(request) if "role" in request else _wait(request["wait"], request["seconds"])
@@ -346,6 +358,7 @@ class Forks:
         """Role worker (arguments: index), trainer (the point at which its rank dies) or prepare; output in `folder`."""
         self._number += 1
         output = folder / f"{self._number:04d}-{role}.log"
+        output.touch()
         request = {
             "role": role,
             "run": run.model_dump_json(),

@@ -21,6 +21,7 @@ from paceline.common import paths, record, wire
 from paceline.common.batch import BatchId
 from paceline.common.errors import PacelineError
 from paceline.common.fingerprint import Fingerprint
+from paceline.common.finished import is_finished
 from paceline.common.plan import Plan, PlanSpec, plan_from
 from paceline.common.record import RecordMeta
 from paceline.common.ring import Ring, SlotState
@@ -276,14 +277,17 @@ def rank_process() -> int:
 
 @dataclass
 class Worker:
-    """A worker that stamps. `harm`: "zero" writes zeros instead; `seconds` for each record."""
+    """A worker that stamps. `harm`: "zero" writes zeros instead; `seconds` for each record. Without `marker` it does
+    not look for the marker of a finished run: it leaves when it is told."""
 
     run: RunFile
     index: int
     seconds: float = 0.0
     harm: str = ""
+    marker: bool = True
 
     def main(self) -> int:
+        self._began = time.time()
         name, facts = f"w{self.index}", facts_of(self.run)
         rows = Rows.open(facts.rows)
         self._plan, self._rows, fingerprint = plan_from(self.run, rows), rows, Fingerprint(facts.fingerprint)
@@ -298,7 +302,7 @@ class Worker:
         self._queue: dict[int, None] = {}
         self._feed, self._said = 0, 0.0
         self._send(wire.Hello(name, self._ring.incarnation, ()))
-        while not (paths.finished_path(self.run).exists() or self._ring.retired or self._ring.vanished()):
+        while not ((self.marker and is_finished(self.run, self._began)) or self._ring.retired or self._ring.vanished()):
             if self._turn():
                 break
         return 0

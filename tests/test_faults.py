@@ -16,36 +16,38 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pair import Forks, Process, describe, meta_of, ring_of, write_rows
 from paceline.common import faults, paths
 from paceline.common.batch import BatchId, Kind
 from paceline.common.errors import ConfigError
-from paceline.common.fingerprint import Fingerprint
 from paceline.common.locks import held_by
-from paceline.common.plan import plan_from
+from paceline.common.plan import PlanSpec
+from paceline.common.record import RecordMeta
 from paceline.common.ring import RingReader, SlotState, ring_paths
-from paceline.common.rows import Rows
 from paceline.common.runfile import RunFile
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.audit import audit
+from pair import Forks, Process, describer, ring_of, write_rows
 from safetensors.numpy import load_file
 from standins import SumLearner, commit, stamp
+from waiting import ownerless
 
 ROOT = Path(faults.__file__).parents[1]
 PATIENCE = 60.0  # seconds that anything may take on a loaded machine
+WEIGHTS: dict[PlanSpec, float] = {}  # of undisturbed runs, by what decides their batches
 ORDERS = ("alone", "worker first", "trainer first", "together")
 
 
-# The registry ----------------------------------------------------------------------------------------------------------
+# The registry -------------------------------------------------------------------------------------------------------
 
 
 def points_in(path: Path) -> set[str]:
     """The names given to `point(...)` or `faults.point(...)` in a module."""
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     named = (call for call in calls if ast.unparse(call.func) in ("point", "faults.point"))
-    return {argument.value for call in named for argument in call.args if isinstance(argument, ast.Constant)}
+    return {str(argument.value) for call in named for argument in call.args if isinstance(argument, ast.Constant)}
 
 
 def test_the_registry_holds_exactly_the_points_of_the_code():
@@ -69,15 +71,13 @@ def test_a_typo_is_an_error_that_lists_the_names(tmp_path: Path):
     assert all(name in done.stderr for name in faults.POINTS)
 
 
-@pytest.mark.parametrize("text", ["worker.sent:", "worker.sent:0", "worker.sent:x", "worker.sent:-1", ":2"])
-def test_a_count_is_a_number_from_one(text: str, monkeypatch: pytest.MonkeyPatch):
-    if text in ("worker.sent:", ":2"):
-        text = text.replace("sent:", "sent:+1") if text != ":2" else "nowhere:2"
+@pytest.mark.parametrize("text", ["worker.sent:0", "worker.sent:x", "worker.sent:-1", "worker.sent:1:1"])
+def test_a_count_is_a_number_from_one(text: str):
     with pytest.raises(ConfigError, match="PACELINE_FAULT"):
         faults.arm(text)
 
 
-# The matrix ------------------------------------------------------------------------------------------------------------
+# The matrix ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,10 @@ class Play:
     def run(self) -> RunFile:
         return RunFile.model_validate(self.settings)
 
+    def meta(self, index: int) -> RecordMeta:
+        """Of training batch `index`."""
+        return describer(self.run)[1](BatchId(Kind.TRAIN, 0, index))
+
     def start(self, role: str, fault: str = "", rank_fault: str = "") -> Process:
         arguments = {"worker": ["0"], "trainer": [rank_fault], "prepare": []}[role]
         environment = {name: os.environ[name] for name in ("PACELINE_RUNTIME_DIR", "PACELINE_CACHE")}
@@ -175,8 +179,7 @@ class Play:
         assert {path.name for path in paths.ring_dir(run).iterdir()} == self.rings
         for path in ring_paths(paths.ring_dir(run)):
             reader = RingReader.open(path)
-            scan = reader.scan()
-            assert not scan.alive
+            scan = ownerless(reader).scan()
             assert [slot.state for slot in scan.slots] == [SlotState.FREE] * run.stream.slots, self.story()
             reader.close()
         self._check_leftovers(run)
@@ -192,16 +195,18 @@ class Play:
 
 def expected_weight(run: RunFile) -> float:
     """What training in plan order gives, computed without any of the machinery."""
-    rows = Rows.open(describe(run).rows)
-    plan, learner = plan_from(run, rows), SumLearner()
-    for step in range(plan.total_steps):
-        first = step * plan.batches_per_step
-        for index in range(first, first + plan.step_batches(step)):
-            meta = meta_of(run, BatchId(Kind.TRAIN, 0, index))
-            states = stamp(meta.tokens, meta.cu_seqlens, meta.planes, meta.hidden_size)
-            learner.train_record(meta, memoryview(states.tobytes()), 0)
-        learner.step(learner.sums(), step, plan.total_steps)
-    return learner.weight
+    plan, meta_of = describer(run)
+    if plan.spec not in WEIGHTS:
+        learner = SumLearner()
+        for step in range(plan.total_steps):
+            first = step * plan.batches_per_step
+            for index in range(first, first + plan.step_batches(step)):
+                meta = meta_of(BatchId(Kind.TRAIN, 0, index))
+                states = stamp(meta.tokens, meta.cu_seqlens, meta.planes, meta.hidden_size)
+                learner.train_record(meta, memoryview(states.tobytes()), 0)
+            learner.step(learner.sums(), step, plan.total_steps)
+        WEIGHTS[plan.spec] = learner.weight
+    return WEIGHTS[plan.spec]
 
 
 @pytest.fixture
@@ -218,7 +223,7 @@ def a_ring(play: Play) -> None:
     """A dead worker's ring: two records that are worth keeping, one of them taken by a dead trainer."""
     ring = ring_of(play.run, "w0")
     for index in range(2):
-        commit(ring, meta_of(play.run, BatchId(Kind.TRAIN, 0, index)))
+        commit(ring, play.meta(index))
     reader = RingReader.open(ring.path)
     first = next(slot for slot in ring.states() if slot.state is SlotState.READY)
     reader.take(first.index, first.seq, 5)
@@ -229,7 +234,7 @@ def a_ring(play: Play) -> None:
 def a_half_written_slot(play: Play) -> None:
     """A dead worker's ring: a record, and a slot that it was writing."""
     ring = ring_of(play.run, "w0")
-    commit(ring, meta_of(play.run, BatchId(Kind.TRAIN, 0, 1)))
+    commit(ring, play.meta(1))
     assert ring.claim(BatchId(Kind.TRAIN, 0, 0).pack()) is not None
     ring.close()
 
@@ -237,7 +242,7 @@ def a_half_written_slot(play: Play) -> None:
 def a_retired_ring(play: Play) -> None:
     """Worker w1 was scaled away and left a record."""
     ring = ring_of(play.run, "w1")
-    commit(ring, meta_of(play.run, BatchId(Kind.TRAIN, 0, 0)))
+    commit(ring, play.meta(0))
     reader = RingReader.open(ring.path)
     reader.retire()
     reader.close()
@@ -247,7 +252,7 @@ def a_retired_ring(play: Play) -> None:
 def a_bad_record(play: Play) -> None:
     """A dead worker w1 left a record whose checksum is wrong."""
     ring = ring_of(play.run, "w1")
-    commit(ring, meta_of(play.run, BatchId(Kind.TRAIN, 0, 0)), checksum=1)
+    commit(ring, play.meta(0), checksum=1)
     ring.close()
     play.rings.add("w1.ring")
 
@@ -282,14 +287,12 @@ def a_checkpoint(play: Play) -> None:
 
 def data_files(play: Play) -> None:
     """The rows are prepared from chats, into the cache."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokens = ["<|im_start|>", "<|im_end|>", *sorted(alphabet)]
-    tokenizer = Tokenizer(models.WordLevel({token: at for at, token in enumerate(tokens)}, unk_token="<|im_end|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Split("", "isolated")]
-    )
+    tokens = ["<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(play.folder / "target" / "tokenizer.json"))
     (play.folder / "target" / "chat_template.jinja").write_text(
@@ -381,13 +384,18 @@ CASES = [
 ]
 
 
-def chosen(table: dict, point: str, side: str, otherwise):
+def nothing(play: Play) -> None:
+    return
+
+
+def chosen(table: dict[str, Any], point: str, side: str, otherwise: Any) -> Any:
+    """The entry of a point on one side, or of the point on any."""
     return table.get(f"{point} {side}", table.get(point, otherwise))
 
 
 @pytest.mark.parametrize(("point", "side", "order"), CASES)
 def test_killed_anywhere_and_started_again(play: Play, point: str, side: str, order: str):
-    chosen(BEFORE, point, side, lambda play: None)(play)
+    chosen(BEFORE, point, side, nothing)(play)
     kill_at(play, point, side)
     start_again(play, side, order)
     play.end("trainer")
