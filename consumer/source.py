@@ -14,7 +14,9 @@ times in a row ends the run.
     thread  want(0)  check(0)  want(1)  check(1) .............. want(2) ...
 """
 
+import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -38,6 +40,10 @@ _WAIT_SECONDS = 0.2
 _RETRIES = 4  # reads of a record found by scanning, before it is called bad
 _RETRY_SECONDS = 0.02
 _HELD = 2  # records a rank holds at most: the one in training and the next
+
+_WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # of a ring's file, which is looked for in one folder only
+
+log = logging.getLogger(__name__)
 
 Phase = tuple[Kind, int]
 
@@ -108,7 +114,7 @@ class RecordSource:
         self._replaced: list[RingReader] = []  # no longer given, but perhaps still read
         self._phase, self._index = phase, 0
         self._in_a_row: dict[str, int] = {}
-        self._malformed = 0
+        self.malformed = 0  # messages that were none
         # Of both, under the lock:
         self._lock = threading.Condition()
         self._phases: dict[Phase, _Progress] = {}
@@ -199,6 +205,7 @@ class RecordSource:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        # No MAXMSGSIZE: a socket that connects never connects again after a message beyond it. `decode` has the bound.
         socket.connect(self._address)
         try:
             self._talk(socket)
@@ -233,7 +240,7 @@ class RecordSource:
             elif not poller.poll(1 + int(1000 * max(0.0, sent_at + RESEND_SECONDS - now))):
                 self._drop_replaced()
             while socket.poll(0):
-                self._receive(socket.recv(), request)
+                self._receive(socket.recv_multipart(), request)
         self._say(socket, None)
 
     def _take_wake(self) -> bool:
@@ -265,11 +272,17 @@ class RecordSource:
         except zmq.Again:
             return  # no peer and a full queue: it is sent again
 
-    def _receive(self, data: bytes, request: wire.RankWant | None) -> None:
+    def _receive(self, frames: list[bytes], request: wire.RankWant | None) -> None:
         try:
-            message = wire.decode(data)
-        except wire.WireError:
-            self._malformed += 1
+            if len(frames) != 1:
+                raise wire.WireError(f"{len(frames)} frames, 1 was expected")
+            message = wire.decode(frames[0])
+            if not isinstance(message, wire.Take | wire.Exhausted | wire.StopRank):
+                raise wire.WireError(f"{type(message).__name__} is not for a rank")
+        except wire.WireError as error:
+            if not self.malformed:
+                log.warning("dropped a message (%s); further ones are only counted", error)
+            self.malformed += 1
             return
         if isinstance(message, wire.StopRank) and message.trainer == self._trainer and message.reason != "finished":
             self._fail(FeedStopped(message.reason))
@@ -329,6 +342,8 @@ class RecordSource:
             self._replaced.append(self._readers.pop(take.worker))
             reader = None
         if reader is None:
+            if not _WORKER.fullmatch(take.worker):
+                raise RecordRefused(f"{take.worker[:64]!r} is no worker's name")
             reader = RingReader.open(self._ring_dir / f"{take.worker}.ring")
             self._readers[take.worker] = reader
             self._on_map(*reader.mapping())

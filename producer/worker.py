@@ -39,7 +39,19 @@ from ..common.ring import Ring, Slot, SlotState
 from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
-from ..common.wire import Bye, Hello, Message, Ready, StopWorker, Want, WireError, Work, WorkItem, decode, encode
+from ..common.wire import (
+    Bye,
+    Hello,
+    Message,
+    Ready,
+    StopWorker,
+    Want,
+    WireError,
+    Work,
+    WorkItem,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -348,7 +360,8 @@ class Worker:
             notify("READY=1", "STATUS=waiting for work")
             try:
                 self._loop()
-                log.info("%s: %s after %d records", self._name, self._leaving, self._made)
+                dropped = f"; {self._dropped} malformed messages were dropped" if self._dropped else ""
+                log.info("%s: %s after %d records%s", self._name, self._leaving, self._made, dropped)
                 return 0
             finally:
                 self._leave()
@@ -358,6 +371,7 @@ class Worker:
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
+        # No MAXMSGSIZE: a socket that connects never connects again after a message beyond it. `decode` has the bound.
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a feed that is not there
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)

@@ -102,15 +102,39 @@ def ring_of(run: RunFile, name: str) -> Ring:
     )
 
 
-def write_rows(folder: Path, target_path: str, count: int = 40, seed: int = 0) -> None:
-    """Rows of 8 to 24 tokens for the stand-in target; the second half of each is supervised."""
+def write_toy(folder: Path, count: int = 40, seed: int = 0) -> None:
+    """The stand-in target and its rows, of 8 to 24 tokens; the second half of each is supervised."""
+    target = folder / "target"
+    target.mkdir()
+    (target / "tokenizer.json").write_text("{}")
     draw = np.random.default_rng(seed)
-    with RowsWriter(folder) as writer:
+    with RowsWriter(folder / "rows") as writer:
         for _ in range(count):
             length = int(draw.integers(8, 25))
             mask = (np.arange(length) >= length // 2).astype(np.uint8)
-            writer.add(draw.integers(4, 90, length).astype(np.int32), mask)
-        writer.finish({"tokenizer": tokenizer_digest(target_path), "vocabulary": "", "target": target_path})
+            writer.add(draw.integers(4, VOCAB, length).astype(np.int32), mask)
+        writer.finish({"tokenizer": tokenizer_digest(str(target)), "vocabulary": "", "target": str(target)})
+
+
+def toy_settings(folder: Path) -> dict[str, Any]:
+    """A run of a few steps on what `write_toy` wrote, all in `folder`."""
+    return {
+        "name": "toy",
+        "output": str(folder / "out"),
+        "target": {"path": str(folder / "target"), "dtype": "float32", "layer_ids": list(LAYERS)},
+        "data": {"rows": str(folder / "rows"), "max_length": 24, "held_out": 4},
+        "stream": {
+            "token_budget": 64,
+            "order": "strict",
+            "slots": 2,
+            "prefetch": 2,
+            "ring_dir": str(folder / "shm"),
+        },
+        "workers": {"devices": ["cpu"]},
+        "trainer": {"batches_per_step": 2, "epochs": 1, "dtype": "float32", "devices": ["cpu"], "skip_limit": 3},
+        "checkpoint": {"every_steps": 2, "every_minutes": None, "keep_last": 2, "keep_best": False},
+        "evaluation": {"every_steps": 3},
+    }
 
 
 def load_format(target_path: str, trust_remote_code: bool = False) -> ChatFormat:

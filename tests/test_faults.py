@@ -29,7 +29,7 @@ from paceline.common.ring import RingReader, SlotState, ring_paths
 from paceline.common.runfile import RunFile
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.audit import audit
-from pair import Forks, Process, describer, ring_of, write_rows
+from pair import Forks, Process, describer, ring_of, toy_settings, write_toy
 from safetensors.numpy import load_file
 from standins import SumLearner, commit, stamp
 from waiting import ownerless
@@ -103,27 +103,8 @@ class Play:
 
     def __init__(self, folder: Path, forks: Forks) -> None:
         self.folder, self._forks = folder, forks
-        target = folder / "target"
-        target.mkdir()
-        (target / "tokenizer.json").write_text("{}")
-        write_rows(folder / "rows", str(target))
-        self.settings = {
-            "name": "toy",
-            "output": str(folder / "out"),
-            "target": {"path": str(target), "dtype": "float32", "layer_ids": [1, 3]},
-            "data": {"rows": str(folder / "rows"), "max_length": 24, "held_out": 4},
-            "stream": {
-                "token_budget": 64,
-                "order": "strict",
-                "slots": 2,
-                "prefetch": 2,
-                "ring_dir": str(folder / "shm"),
-            },
-            "workers": {"devices": ["cpu"]},
-            "trainer": {"batches_per_step": 2, "epochs": 1, "dtype": "float32", "devices": ["cpu"], "skip_limit": 3},
-            "checkpoint": {"every_steps": 2, "every_minutes": None, "keep_last": 2, "keep_best": False},
-            "evaluation": {"every_steps": 3},
-        }
+        write_toy(folder)
+        self.settings = toy_settings(folder)
         self.rings = {"w0.ring"}
         self.processes: dict[str, Process] = {}
 
