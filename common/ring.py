@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import faults
 from . import ring_layout as layout
@@ -105,22 +104,49 @@ class RingScan:
 
 
 class _Mapping:
-    """A ring file mapped whole: header words, slot table, slots."""
+    """A ring file mapped whole: header words, slot table, slots.
+
+    Words are read with pread, which falls short where the file was truncated; a load from the mapping would be a
+    SIGBUS. They are written through the mapping, right after such a read.
+    """
 
     def __init__(self, fd: int, header: RingHeader, path: Path) -> None:
         self.fd = fd
         self.header = header
         self.path = path
-        self.map = mmap.mmap(fd, header.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.static = os.pread(fd, layout.STATIC_BYTES, 0)
+        try:
+            self.map = mmap.mmap(fd, header.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except ValueError:  # mmap compares the lengths itself
+            raise RingInvalid(f"{path}: truncated") from None
         self.view = memoryview(self.map)
         words = np.frombuffer(self.map, np.uint64, (layout.TABLE_OFFSET + header.table_bytes) // 8)
         self.words = words[: PAGE // 8]
         self.table = words[layout.TABLE_OFFSET // 8 :]
-        self.static = bytes(self.view[: layout.STATIC_BYTES])
         self.address = words.ctypes.data
 
     def live(self) -> LiveWords:
-        return layout.decode_live(self.view[:PAGE])
+        return layout.decode_live(self.page())
+
+    def page(self) -> bytes:
+        """Page 0. Raises RingInvalid if the file was truncated or its static part changed."""
+        page = self._read(0, PAGE)
+        if page[: layout.STATIC_BYTES] != self.static:
+            raise RingInvalid(f"{self.path}: header changed")
+        return page
+
+    def _read(self, start: int, size: int) -> bytes:
+        if os.fstat(self.fd).st_size != self.header.file_bytes:
+            raise RingInvalid(f"{self.path}: truncated or extended")
+        data = os.pread(self.fd, size, start)
+        if len(data) != size:
+            raise RingInvalid(f"{self.path}: truncated")
+        return data
+
+    def _words(self, index: int, slots: int) -> list[int]:
+        """The words of so many slots from `index` on, as they are now."""
+        size = layout.SLOT_WORDS * 8
+        return list(memoryview(self._read(layout.TABLE_OFFSET + index * size, slots * size)).cast("Q"))
 
     def word(self, index: int, name: int) -> int:
         return int(self.table[index * layout.SLOT_WORDS + name])
@@ -134,42 +160,31 @@ class _Mapping:
 
     def slots(self) -> tuple[list[SlotView], int]:
         """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
-        self.check_static()
-        counted = int(self.words[layout.PRODUCED])
+        counted = self.live().produced
         words, views = layout.read_table(
-            self.table.tolist, lambda: int(self.words[layout.LAST_SEQ]), self.header.slot_bytes, self.path
+            lambda: self._words(0, self.header.slots),
+            lambda: self.live().last_seq,
+            self.header.slot_bytes,
+            self.path,
         )
         return views, layout.produced(words, counted)
 
     def slot(self, index: int) -> SlotView:
         """One slot, which must be there. Raises RingInvalid if it was damaged."""
-        self.check_static()
-        read_words = self.line(index).tolist
 
         def once() -> SlotView:
-            words = layout.at_rest(read_words, self.path)
-            last_seq = int(self.words[layout.LAST_SEQ])
+            words = layout.at_rest(lambda: self._words(index, 1), self.path)
+            last_seq = self.live().last_seq
             return layout.decode_slot(index, words, last_seq, self.header.slot_bytes, self.path)
 
         return layout.settled(once)
 
-    def check_static(self) -> None:
-        if bytes(self.view[: layout.STATIC_BYTES]) != self.static:
-            raise RingInvalid(f"{self.path}: header changed")
-
-    def line(self, index: int) -> NDArray[np.uint64]:
-        """The words of one slot."""
-        return self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
-
     def holds(self, index: int, seq: int) -> bool:
-        """True if slot `index` is READY with `seq`, its words read twice."""
+        """True if slot `index` is READY with `seq`, its words read twice. Raises RingInvalid if it was truncated."""
         if not 0 <= index < self.header.slots:
             return False
-        line = self.line(index)
-        first, second = line.tolist(), line.tolist()
-        return all(
-            words[layout.SEQ] == words[layout.COMMIT] == seq and seq > words[layout.DONE] for words in (first, second)
-        )
+        lines = self._words(index, 1), self._words(index, 1)
+        return all(line[layout.SEQ] == line[layout.COMMIT] == seq and seq > line[layout.DONE] for line in lines)
 
     def payload(self, index: int, length: int) -> memoryview:
         start = self.header.offset(index)
@@ -299,7 +314,7 @@ class Ring:
 
     def states(self) -> list[SlotView]:
         """All slots, in order of index. Raises RingInvalid if the ring was damaged or taken over."""
-        if int(self._mapping.words[layout.INCARNATION]) != self.incarnation:
+        if self._mapping.live().incarnation != self.incarnation:
             raise RingInvalid(f"{self.path}: owned by another process")
         return self._mapping.slots()[0]
 
@@ -339,7 +354,7 @@ class RingReader:
     def open(cls, path: str | Path) -> "RingReader":
         """Maps the ring after checking all its fields. Raises RingInvalid with the reason, or OSError."""
         path = Path(path)
-        fd = _open(path)
+        fd = _open_own(path)
         try:
             mapping = _Mapping(fd, layout.read_ring(fd, path).header, path)
         except BaseException:
@@ -499,6 +514,16 @@ def _open(path: Path) -> int:
     return fd
 
 
+def _open_own(path: Path) -> int:
+    """As `_open`; another user's file is foreign too: who may write it may change records under their readers."""
+    fd = _open(path)
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise RingForeign(f"{path}: belongs to uid {owner}, this is uid {os.geteuid()}")
+    return fd
+
+
 def _names(path: Path, fd: int) -> bool:
     """True if `path` is the file that `fd` has open."""
     try:
@@ -544,7 +569,7 @@ def _lock(path: Path, deadline: float) -> int | None:
     """A descriptor of the file that `path` names, its lock held; None if there is none. Raises RingBusy."""
     while True:
         try:
-            fd = _open(path)
+            fd = _open_own(path)
         except FileNotFoundError:
             return None
         except RingForeign as error:
@@ -589,7 +614,21 @@ def _adopt(fd: int, path: Path, wanted: RingHeader, incarnation: int) -> tuple[_
         if slot.state is SlotState.WRITING:
             _restore(mapping, slot.index)
     mapping.prefault()
+    _remove_half_made(temporary_path(path))
     return mapping, live.last_seq
+
+
+def _remove_half_made(temporary: Path) -> None:
+    """Removes what an earlier owner left when it was killed while it replaced its ring."""
+    try:
+        fd = _open(temporary)
+    except (FileNotFoundError, RingForeign):
+        return
+    try:
+        if OfdLock(fd).acquire() and _names(temporary, fd):
+            temporary.unlink()
+    finally:
+        os.close(fd)
 
 
 def _own(mapping: _Mapping, incarnation: int) -> None:

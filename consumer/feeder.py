@@ -19,7 +19,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -439,12 +439,9 @@ class _Rings:
         if relist or time.monotonic() >= self.due:
             self._list()
         scans: list[RingScan] = []
-        for worker, reader in list(self._readers.items()):
-            try:
+        for reader in list(self._readers.values()):
+            with self._left_out(reader):
                 scans.append(reader.scan())
-            except RingInvalid as error:
-                self._skip(reader.path, str(error))
-                self._drop(worker)
         return scans
 
     def _list(self) -> None:
@@ -482,14 +479,27 @@ class _Rings:
     def free(self, worker: str, ring: int, slot: int, seq: int) -> None:
         reader = self._readers.get(worker)
         if reader is not None and reader.ring_id == ring:
-            reader.release(slot, seq)
+            with self._left_out(reader):
+                reader.release(slot, seq)
 
     def remove(self, worker: str, ring: int) -> bool:
         reader = self._readers.get(worker)
-        if reader is None or reader.ring_id != ring or not reader.remove_if_empty():
-            return False
-        self._drop(worker)
-        return True
+        gone = False
+        if reader is not None and reader.ring_id == ring:
+            with self._left_out(reader):
+                gone = reader.remove_if_empty()
+        if gone:
+            self._drop(worker)
+        return gone
+
+    @contextlib.contextmanager
+    def _left_out(self, reader: RingReader) -> Iterator[None]:
+        """A ring that turns out to be damaged is left out from now on."""
+        try:
+            yield
+        except RingInvalid as error:
+            self._skip(reader.path, str(error))
+            self._drop(reader.worker)
 
     def close(self) -> None:
         for worker in list(self._readers):

@@ -14,6 +14,7 @@ times in a row ends the run.
     thread  want(0)  check(0)  want(1)  check(1) .............. want(2) ...
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -157,10 +158,15 @@ class RecordSource:
             TornRecord: the slot was no longer the record's, so what was read of it is worthless.
         """
         point("rank.copied-not-released")
-        if not record.reader.release(record.take.slot, record.take.seq):
+        reason = f"slot {record.take.slot} holds another record"
+        try:
+            released = record.reader.release(record.take.slot, record.take.seq)
+        except RingInvalid as error:
+            released, reason = False, str(error)
+        if not released:
             raise TornRecord(
                 f"the record of batch {record.batch} from worker {record.take.worker} changed while it was read "
-                f"({record.reader.path}, slot {record.take.slot})"
+                f"({record.reader.path}: {reason})"
             )
         point("rank.released-not-told")
         with self._lock:
@@ -375,7 +381,8 @@ class RecordSource:
         point("rank.refusing")
         reader = self._readers.get(take.worker)
         if reader is not None and reader.ring_id == take.ring:
-            reader.release(take.slot, take.seq)
+            with contextlib.suppress(RingInvalid):  # of a damaged ring: there is no slot to free
+                reader.release(take.slot, take.seq)
         point("rank.refused")
         reason = f"worker {take.worker}: {reason}"
         message = wire.Refused(self._rank, self._trainer, take.kind, take.number, take.index, take.batch, reason[:400])

@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,16 +86,22 @@ def make_meta(plan: Plan, rows: Rows, batch: BatchId, expected: Expected = EXPEC
 
 
 def commit(
-    ring: Ring, meta: RecordMeta, states: np.ndarray | None = None, checksum: int | None = None
+    ring: Ring,
+    meta: RecordMeta,
+    states: np.ndarray | None = None,
+    checksum: int | None = None,
+    harm: Callable[[memoryview], None] = lambda payload: None,
 ) -> tuple[int, int]:
-    """Write a record into a free slot of `ring`; returns (slot, seq)."""
+    """Write a record into a free slot of `ring`; returns (slot, seq). `harm` changes it after its checksum is taken."""
     slot = ring.claim(meta.batch)
     assert slot is not None, "no free slot"
     if states is None:
         states = stamp(meta.tokens, meta.cu_seqlens, meta.planes, meta.hidden_size)
     offset, length = record.write_meta(slot.payload, meta), record.record_bytes(meta)
     slot.payload[offset:length] = states.tobytes()
-    ring.commit(slot, length, record.checksum(slot.payload, length) if checksum is None else checksum)
+    checksum = record.checksum(slot.payload, length) if checksum is None else checksum
+    harm(slot.payload[:length])
+    ring.commit(slot, length, checksum)
     return slot.index, slot.seq
 
 
