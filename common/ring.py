@@ -23,6 +23,7 @@ import errno
 import mmap
 import os
 import secrets
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -106,8 +107,8 @@ class RingScan:
 class _Mapping:
     """A ring file mapped whole: header words, slot table, slots.
 
-    Words are read with pread, which falls short where the file was truncated; a load from the mapping would be a
-    SIGBUS. They are written through the mapping, right after such a read.
+    Scans read words with pread, which falls short where the file was truncated; a load from the mapping would be a
+    SIGBUS. Single words are read and written through the mapping, right after a look at the file's size.
     """
 
     def __init__(self, fd: int, header: RingHeader, path: Path) -> None:
@@ -126,18 +127,18 @@ class _Mapping:
         self.address = words.ctypes.data
 
     def live(self) -> LiveWords:
-        return layout.decode_live(self.page())
-
-    def page(self) -> bytes:
-        """Page 0. Raises RingInvalid if the file was truncated or its static part changed."""
+        """Page 0's words. Raises RingInvalid if the file was truncated or its static part changed."""
+        self.check_size()
         page = self._read(0, PAGE)
         if page[: layout.STATIC_BYTES] != self.static:
             raise RingInvalid(f"{self.path}: header changed")
-        return page
+        return layout.decode_live(page)
 
-    def _read(self, start: int, size: int) -> bytes:
+    def check_size(self) -> None:
         if os.fstat(self.fd).st_size != self.header.file_bytes:
             raise RingInvalid(f"{self.path}: truncated or extended")
+
+    def _read(self, start: int, size: int) -> bytes:
         data = os.pread(self.fd, size, start)
         if len(data) != size:
             raise RingInvalid(f"{self.path}: truncated")
@@ -147,6 +148,9 @@ class _Mapping:
         """The words of so many slots from `index` on, as they are now."""
         size = layout.SLOT_WORDS * 8
         return list(memoryview(self._read(layout.TABLE_OFFSET + index * size, slots * size)).cast("Q"))
+
+    def _last_seq(self) -> int:
+        return int.from_bytes(self._read(layout.LAST_SEQ * 8, 8), sys.byteorder)
 
     def word(self, index: int, name: int) -> int:
         return int(self.table[index * layout.SLOT_WORDS + name])
@@ -158,24 +162,22 @@ class _Mapping:
         text = device.encode()[: layout.DEVICE_BYTES].ljust(layout.DEVICE_BYTES, b"\0")
         self.view[layout.DEVICE_OFFSET : layout.DEVICE_OFFSET + layout.DEVICE_BYTES] = text
 
-    def slots(self) -> tuple[list[SlotView], int]:
-        """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
-        counted = self.live().produced
-        words, views = layout.read_table(
-            lambda: self._words(0, self.header.slots),
-            lambda: self.live().last_seq,
-            self.header.slot_bytes,
-            self.path,
+    def slots(self) -> list[SlotView]:
+        """All slots. Raises RingInvalid if they were damaged."""
+        return self.table_read()[1]
+
+    def table_read(self) -> tuple[list[int], list[SlotView]]:
+        return layout.read_table(
+            lambda: self._words(0, self.header.slots), self._last_seq, self.header.slot_bytes, self.path
         )
-        return views, layout.produced(words, counted)
 
     def slot(self, index: int) -> SlotView:
         """One slot, which must be there. Raises RingInvalid if it was damaged."""
+        self.live()
 
         def once() -> SlotView:
             words = layout.at_rest(lambda: self._words(index, 1), self.path)
-            last_seq = self.live().last_seq
-            return layout.decode_slot(index, words, last_seq, self.header.slot_bytes, self.path)
+            return layout.decode_slot(index, words, self._last_seq(), self.header.slot_bytes, self.path)
 
         return layout.settled(once)
 
@@ -183,8 +185,12 @@ class _Mapping:
         """True if slot `index` is READY with `seq`, its words read twice. Raises RingInvalid if it was truncated."""
         if not 0 <= index < self.header.slots:
             return False
-        lines = self._words(index, 1), self._words(index, 1)
-        return all(line[layout.SEQ] == line[layout.COMMIT] == seq and seq > line[layout.DONE] for line in lines)
+        self.check_size()
+        line = self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
+        first, second = line.tolist(), line.tolist()
+        return all(
+            words[layout.SEQ] == words[layout.COMMIT] == seq and seq > words[layout.DONE] for words in (first, second)
+        )
 
     def payload(self, index: int, length: int) -> memoryview:
         start = self.header.offset(index)
@@ -316,7 +322,7 @@ class Ring:
         """All slots, in order of index. Raises RingInvalid if the ring was damaged or taken over."""
         if self._mapping.live().incarnation != self.incarnation:
             raise RingInvalid(f"{self.path}: owned by another process")
-        return self._mapping.slots()[0]
+        return self._mapping.slots()
 
     @property
     def retired(self) -> bool:
@@ -370,7 +376,7 @@ class RingReader:
         """
         mapping = self._mapping
         live, alive = mapping.live(), self.probe()
-        slots, produced = mapping.slots()
+        words, slots = mapping.table_read()
         return RingScan(
             worker=self.worker,
             path=self.path,
@@ -381,7 +387,7 @@ class RingReader:
             alive=alive,
             retired=live.retired,
             fingerprint=self.fingerprint,
-            produced=produced,
+            produced=layout.produced(words, live.produced),  # a record committed meanwhile is in the words
             slots=tuple(slots),
         )
 

@@ -221,7 +221,8 @@ class World:
         self.context = zmq.Context()
         self.context.linger = 0
         self._settings = RunFile.model_validate({**toy_settings(folder), "name": "x"})
-        self.ledger, self.phase = Ledger(), Phase(Kind.TRAIN, 0)
+        self.ledger = Ledger()
+        self.phase: Phase | None = Phase(Kind.TRAIN, 0)
         self.damaged = self.harmed = self.trainers = 0
         self._start_trainer()
         self.workers = [SmallWorker(self, f"w{index}") for index in range(3)]
@@ -311,6 +312,7 @@ class World:
     def step(self) -> None:
         """One phase, to its end or to a record that changed while it was read: then another trainer takes over."""
         phase, learner = self.phase, SumLearner()
+        assert phase is not None
         trained: list[BatchId] = []
         try:
             while (record := self._source.next(phase, self._waiting)) is not None:
