@@ -222,8 +222,15 @@ def _remove_leftovers(run: RunFile) -> None:
     prune(paths.checkpoint_dir(run), keep_last=run.checkpoint.keep_last, keep_best=run.checkpoint.keep_best)
     folder = paths.run_dir(run.name)
     status = paths.status_path(run)
-    for left in (*folder.glob("*.sock"), *folder.glob("group-*"), *folder.glob(f".{status.name}.*")):
+    _remove_stores(run)
+    for left in (*folder.glob("*.sock"), *folder.glob(f".{status.name}.*")):
         left.unlink()
+
+
+def _remove_stores(run: RunFile) -> None:
+    """Remove the places where ranks that are dead met."""
+    for store in paths.run_dir(run.name).glob("group-*"):
+        store.unlink(missing_ok=True)
 
 
 # While they run -------------------------------------------------------------------------------------------------------
@@ -279,6 +286,7 @@ class Trainer:
             finally:
                 self._ranks.kill()
                 feeder.stop()
+                _remove_stores(run)
 
     def _metrics(self) -> Metrics:
         run = self._run
@@ -295,8 +303,7 @@ class Trainer:
         run, facts = self._run, self._start.facts
         devices = assign_devices(run).ranks
         folder = paths.run_dir(run.name)
-        for old in folder.glob("group-*"):
-            old.unlink()  # a dead trainer's: no rank of it is alive
+        _remove_stores(run)
         store = folder / f"group-{self._incarnation:016x}"
         return [
             RankJob(

@@ -10,6 +10,7 @@ The states are stamped (standins.py) and `SumLearner` checks every one of them.
 
 import ctypes
 import gc
+import itertools
 import json
 import logging
 import os
@@ -39,11 +40,11 @@ from paceline.common.runfile import RunFile
 from paceline.common.target_info import TargetInfo
 from paceline.consumer import feed, feeder, rank, ranks, source, trainer
 from paceline.consumer.describe import RunFacts
-from paceline.consumer.group import LocalGroup
-from paceline.consumer.job import versions
+from paceline.consumer.group import Group, LocalGroup
+from paceline.consumer.job import RankJob, versions
 from paceline.producer import prepare, worker
 from paceline.producer.chat import ChatFormat
-from standins import EXPECTED, HIDDEN, LAYERS, SumLearner, make_meta, stamp
+from standins import EXPECTED, HIDDEN, LAYERS, SocketGroup, SumLearner, make_meta, stamp
 from worker_peer import stand_in_info
 
 VOCAB = 512
@@ -151,13 +152,18 @@ def run_worker(run: RunFile, index: str) -> int:
     return worker.main(run, int(index), source=StampSource(run))
 
 
-def run_trainer(run: RunFile, rank_fault: str = "") -> int:
-    _fork_ranks_from_here(rank_fault)
+def run_trainer(run: RunFile, rank_fault: str = "", victim: str = "0") -> int:
+    """Rank `victim` dies at `rank_fault`."""
+    _fork_ranks_from_here({int(victim): rank_fault})
     return trainer.main(run, describe=describe)
 
 
 def run_rank(run: RunFile) -> int:
-    return rank.main(lambda job, run, rows: SumLearner(), lambda job: LocalGroup())
+    return rank.main(lambda job, run, rows: SumLearner(), _group)
+
+
+def _group(job: RankJob) -> Group:
+    return LocalGroup() if job.world == 1 else SocketGroup(job.rank, job.world, Path(job.store))
 
 
 def run_prepare(run: RunFile) -> int:
@@ -211,7 +217,7 @@ def _in_child(main: Callable[[], int]) -> None:
 # A trainer's ranks --------------------------------------------------------------------------------------------------
 
 
-def _fork_ranks_from_here(fault: str) -> None:
+def _fork_ranks_from_here(faults_of: dict[int, str]) -> None:
     """From now on this process's `subprocess.Popen` of a rank is a fork of it as it is now."""
     _LIBC.prctl(_SUBREAPER, 1, 0, 0, 0)
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -219,19 +225,21 @@ def _fork_ranks_from_here(fault: str) -> None:
     if os.fork() == 0:
         here.close()
         _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _in_child(lambda: _serve_ranks(there, parent, fault))
+        _in_child(lambda: _serve_ranks(there, parent, faults_of))
     there.close()
     ranks.subprocess = _Popens(here)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _serve_ranks(requests: socket.socket, parent: int, fault: str) -> int:
-    while True:
+def _serve_ranks(requests: socket.socket, parent: int, faults_of: dict[int, str]) -> int:
+    for number in itertools.count():  # ranks are started in order
         data, fds, _, _ = socket.recv_fds(requests, 4096, 3)
         if not data:
-            return 0
+            break
+        fault = faults_of.get(number, "")
         requests.send(str(_fork_rank(requests, fds, int(data), parent, fault)).encode())
         for fd in fds:
             os.close(fd)
+    return 0
 
 
 def _fork_rank(requests: socket.socket, fds: list[int], reports: int, parent: int, fault: str) -> int:
@@ -379,7 +387,8 @@ class Forks:
     def start(
         self, role: str, run: RunFile, folder: Path, *arguments: str, fault: str = "", **environment: str
     ) -> Process:
-        """Role worker (arguments: index), trainer (the point at which its rank dies) or prepare; output in `folder`."""
+        """Role worker (arguments: index), trainer (the point at which a rank dies, and which rank) or prepare. Output
+        goes to a file in `folder`."""
         self._number += 1
         output = folder / f"{self._number:04d}-{role}.log"
         output.touch()
