@@ -14,6 +14,8 @@ import struct
 from pathlib import Path
 from types import TracebackType
 
+from . import faults
+
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 
@@ -75,6 +77,7 @@ class FileLock:
         if not taken:
             os.close(fd)
             return False
+        faults.point("lock.taken")
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n{self.who}\n".encode(), 0)
         self._fd = fd

@@ -154,7 +154,7 @@ def status_path(run: "RunFile") -> Path:
 
 
 def finished_path(run: "RunFile") -> Path:
-    """The marker of a run that is done; workers that find it exit 0."""
+    """The marker of a run that is done (finished.py); workers that find it exit 0."""
     return run_dir(run.name) / "finished"
 
 

@@ -24,13 +24,13 @@ import mmap
 import os
 import secrets
 import stat
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import faults
 from . import ring_layout as layout
@@ -106,22 +106,52 @@ class RingScan:
 
 
 class _Mapping:
-    """A ring file mapped whole: header words, slot table, slots."""
+    """A ring file mapped whole: header words, slot table, slots.
+
+    Scans read words with pread, which falls short where the file was truncated; a load from the mapping would be a
+    SIGBUS. Single words are read and written through the mapping, right after a look at the file's size.
+    """
 
     def __init__(self, fd: int, header: RingHeader, path: Path) -> None:
         self.fd = fd
         self.header = header
         self.path = path
-        self.map = mmap.mmap(fd, header.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.static = os.pread(fd, layout.STATIC_BYTES, 0)
+        try:
+            self.map = mmap.mmap(fd, header.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except ValueError:  # mmap compares the lengths itself
+            raise RingInvalid(f"{path}: truncated") from None
         self.view = memoryview(self.map)
         words = np.frombuffer(self.map, np.uint64, (layout.TABLE_OFFSET + header.table_bytes) // 8)
         self.words = words[: PAGE // 8]
         self.table = words[layout.TABLE_OFFSET // 8 :]
-        self.static = bytes(self.view[: layout.STATIC_BYTES])
         self.address = words.ctypes.data
 
     def live(self) -> LiveWords:
-        return layout.decode_live(self.view[:PAGE])
+        """Page 0's words. Raises RingInvalid if the file was truncated or its static part changed."""
+        self.check_size()
+        page = self._read(0, PAGE)
+        if page[: layout.STATIC_BYTES] != self.static:
+            raise RingInvalid(f"{self.path}: header changed")
+        return layout.decode_live(page)
+
+    def check_size(self) -> None:
+        if os.fstat(self.fd).st_size != self.header.file_bytes:
+            raise RingInvalid(f"{self.path}: truncated or extended")
+
+    def _read(self, start: int, size: int) -> bytes:
+        data = os.pread(self.fd, size, start)
+        if len(data) != size:
+            raise RingInvalid(f"{self.path}: truncated")
+        return data
+
+    def _words(self, index: int, slots: int) -> list[int]:
+        """The words of so many slots from `index` on, as they are now."""
+        size = layout.SLOT_WORDS * 8
+        return list(memoryview(self._read(layout.TABLE_OFFSET + index * size, slots * size)).cast("Q"))
+
+    def _last_seq(self) -> int:
+        return int.from_bytes(self._read(layout.LAST_SEQ * 8, 8), sys.byteorder)
 
     def word(self, index: int, name: int) -> int:
         return int(self.table[index * layout.SLOT_WORDS + name])
@@ -133,40 +163,31 @@ class _Mapping:
         text = device.encode()[: layout.DEVICE_BYTES].ljust(layout.DEVICE_BYTES, b"\0")
         self.view[layout.DEVICE_OFFSET : layout.DEVICE_OFFSET + layout.DEVICE_BYTES] = text
 
-    def slots(self) -> tuple[list[SlotView], int]:
-        """The slots and the count of records produced. Raises RingInvalid if anything in the file was damaged."""
-        self.check_static()
-        counted = int(self.words[layout.PRODUCED])
-        words, views = layout.read_table(
-            self.table.tolist, lambda: int(self.words[layout.LAST_SEQ]), self.header.slot_bytes, self.path
+    def slots(self) -> list[SlotView]:
+        """All slots. Raises RingInvalid if they were damaged."""
+        return self.table_read()[1]
+
+    def table_read(self) -> tuple[list[int], list[SlotView]]:
+        return layout.read_table(
+            lambda: self._words(0, self.header.slots), self._last_seq, self.header.slot_bytes, self.path
         )
-        return views, layout.produced(words, counted)
 
     def slot(self, index: int) -> SlotView:
         """One slot, which must be there. Raises RingInvalid if it was damaged."""
-        self.check_static()
-        read_words = self.line(index).tolist
+        self.live()
 
         def once() -> SlotView:
-            words = layout.at_rest(read_words, self.path)
-            last_seq = int(self.words[layout.LAST_SEQ])
-            return layout.decode_slot(index, words, last_seq, self.header.slot_bytes, self.path)
+            words = layout.at_rest(lambda: self._words(index, 1), self.path)
+            return layout.decode_slot(index, words, self._last_seq(), self.header.slot_bytes, self.path)
 
         return layout.settled(once)
 
-    def check_static(self) -> None:
-        if bytes(self.view[: layout.STATIC_BYTES]) != self.static:
-            raise RingInvalid(f"{self.path}: header changed")
-
-    def line(self, index: int) -> NDArray[np.uint64]:
-        """The words of one slot."""
-        return self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
-
     def holds(self, index: int, seq: int) -> bool:
-        """True if slot `index` is READY with `seq`, its words read twice."""
+        """True if slot `index` is READY with `seq`, its words read twice. Raises RingInvalid if it was truncated."""
         if not 0 <= index < self.header.slots:
             return False
-        line = self.line(index)
+        self.check_size()
+        line = self.table[index * layout.SLOT_WORDS : (index + 1) * layout.SLOT_WORDS]
         first, second = line.tolist(), line.tolist()
         return all(
             words[layout.SEQ] == words[layout.COMMIT] == seq and seq > words[layout.DONE] for words in (first, second)
@@ -261,6 +282,7 @@ class Ring:
         mapping = self._mapping
         seq = int(mapping.words[layout.LAST_SEQ]) + 1
         mapping.words[layout.LAST_SEQ] = seq
+        faults.point("ring.numbered")
         mapping.write(index, layout.SEQ, seq)
         faults.point("ring.writing")
         address = mapping.address + mapping.header.offset(index)
@@ -282,6 +304,7 @@ class Ring:
         mapping.write(slot.index, layout.ORDINAL, ordinal)
         check = layout.line_check(slot.seq, slot.batch, length, checksum, now, ordinal)
         mapping.write(slot.index, layout.CHECK, check)
+        faults.point("ring.described")
         mapping.write(slot.index, layout.COMMIT, slot.seq)
         faults.point("ring.committed")
         mapping.words[layout.PRODUCED] = ordinal
@@ -298,9 +321,9 @@ class Ring:
 
     def states(self) -> list[SlotView]:
         """All slots, in order of index. Raises RingInvalid if the ring was damaged or taken over."""
-        if int(self._mapping.words[layout.INCARNATION]) != self.incarnation:
+        if self._mapping.live().incarnation != self.incarnation:
             raise RingInvalid(f"{self.path}: owned by another process")
-        return self._mapping.slots()[0]
+        return self._mapping.slots()
 
     @property
     def retired(self) -> bool:
@@ -338,7 +361,7 @@ class RingReader:
     def open(cls, path: str | Path) -> "RingReader":
         """Maps the ring after checking all its fields. Raises RingInvalid with the reason, or OSError."""
         path = Path(path)
-        fd = _open(path)
+        fd = _open_own(path)
         try:
             mapping = _Mapping(fd, layout.read_ring(fd, path).header, path)
         except BaseException:
@@ -354,7 +377,7 @@ class RingReader:
         """
         mapping = self._mapping
         live, alive = mapping.live(), self.probe()
-        slots, produced = mapping.slots()
+        words, slots = mapping.table_read()
         return RingScan(
             worker=self.worker,
             path=self.path,
@@ -365,7 +388,7 @@ class RingReader:
             alive=alive,
             retired=live.retired,
             fingerprint=self.fingerprint,
-            produced=produced,
+            produced=layout.produced(words, live.produced),  # a record committed meanwhile is in the words
             slots=tuple(slots),
         )
 
@@ -396,6 +419,7 @@ class RingReader:
         if not self.holds(slot, seq):
             return False
         self._mapping.write(slot, layout.TAKEN_BY, trainer)
+        faults.point("ring.taking")
         self._mapping.write(slot, layout.TAKEN_SEQ, seq)
         faults.point("ring.taken")
         return True
@@ -428,7 +452,9 @@ class RingReader:
             scan = self.scan()
             if not scan.retired or any(slot.state is SlotState.READY for slot in scan.slots):
                 return False
+            faults.point("ring.removing")
             self.path.unlink()
+            faults.point("ring.removed")
             return True
         finally:
             lock.release()
@@ -495,6 +521,16 @@ def _open(path: Path) -> int:
     return fd
 
 
+def _open_own(path: Path) -> int:
+    """As `_open`; another user's file is foreign too: who may write it may change records under their readers."""
+    fd = _open(path)
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise RingForeign(f"{path}: belongs to uid {owner}, this is uid {os.geteuid()}")
+    return fd
+
+
 def _names(path: Path, fd: int) -> bool:
     """True if `path` is the file that `fd` has open."""
     try:
@@ -543,7 +579,7 @@ def _lock(path: Path, deadline: float) -> int | None:
     """A descriptor of the file that `path` names, its lock held; None if there is none. Raises RingBusy."""
     while True:
         try:
-            fd = _open(path)
+            fd = _open_own(path)
         except FileNotFoundError:
             return None
         except RingForeign as error:
@@ -582,12 +618,27 @@ def _adopt(fd: int, path: Path, wanted: RingHeader, incarnation: int) -> tuple[_
         return None, live.last_seq
     mapping = _Mapping(fd, header, path)
     _own(mapping, incarnation)
+    faults.point("ring.adopted")
     mapping.words[layout.PRODUCED] = live.produced
     for slot in slots:
         if slot.state is SlotState.WRITING:
             _restore(mapping, slot.index)
     mapping.prefault()
+    _remove_half_made(temporary_path(path))
     return mapping, live.last_seq
+
+
+def _remove_half_made(temporary: Path) -> None:
+    """Removes what an earlier owner left when it was killed while it replaced its ring."""
+    try:
+        fd = _open(temporary)
+    except (FileNotFoundError, RingForeign):
+        return
+    try:
+        if OfdLock(fd).acquire() and _names(temporary, fd):
+            temporary.unlink()
+    finally:
+        os.close(fd)
 
 
 def _own(mapping: _Mapping, incarnation: int) -> None:
@@ -622,6 +673,7 @@ def _make(path: Path, wanted: RingHeader, incarnation: int, floor: int, *, repla
         stack.callback(temporary.unlink)
         if replaces is None and os.path.lexists(path):
             return None
+        faults.point("ring.temporary")
         _allocate(fd, path, wanted)
         faults.point("ring.half-made")
         mapping = _Mapping(fd, wanted, path)
@@ -629,7 +681,9 @@ def _make(path: Path, wanted: RingHeader, incarnation: int, floor: int, *, repla
         # Microseconds since 1970: above whatever a ring of this name, even one long removed, has used.
         mapping.words[layout.LAST_SEQ] = max(floor, time.time_ns() // 1000)
         _own(mapping, incarnation)
+        faults.point("ring.before-rename")
         temporary.rename(path)
+        faults.point("ring.renamed")
         stack.pop_all()
         return mapping
 
@@ -648,6 +702,7 @@ def _allocate(fd: int, path: Path, wanted: RingHeader) -> None:
         raise
     if os.fstat(fd).st_blocks * 512 < wanted.file_bytes:
         raise ConfigError(f"stream.ring_dir: {path.parent} is on a file system that reserves no space; use a tmpfs")
+    faults.point("ring.allocated")
     os.pwrite(fd, layout.encode_header(wanted), 0)
 
 

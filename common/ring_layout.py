@@ -316,6 +316,8 @@ def decode_slot(index: int, line: Sequence[int], last_seq: int, slot_bytes: int,
     taken = 0
     if commit != seq:
         state = _WRITING
+        if commit != done:  # only a FREE slot is ever claimed
+            raise RingInvalid(f"{path}: slot {index}: claimed while it held a record ({done}, {commit}, {seq})")
     elif done == seq:
         state = _FREE
     else:

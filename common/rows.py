@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from . import faults
 from .errors import ConfigError
 from .record import MIN_ROW_TOKENS
 
@@ -200,6 +201,7 @@ class RowsWriter:
         with (self._scratch / "used_tokens.npy").open("wb") as file:
             np.save(file, self._used.astype("<i4"))
             _sync(file)
+        faults.point("rows.half-written")
         meta = meta | {
             "version": ROWS_VERSION,
             "rows": self.rows,
@@ -211,6 +213,7 @@ class RowsWriter:
         with (self._scratch / "meta.json").open("w") as file:
             file.write(json.dumps(meta, indent=1, sort_keys=True) + "\n")
             _sync(file)
+        faults.point("rows.before-rename")
         _replace(self._scratch, self._folder)
         return meta
 
@@ -220,6 +223,11 @@ def _scratch(folder: Path) -> Path:
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     scratch.mkdir()
     return scratch
+
+
+def has_scratch(folder: Path) -> bool:
+    """Whether a writer of `folder` is at work, or was killed at it."""
+    return next(folder.parent.glob(f".{folder.name}.*"), None) is not None
 
 
 def remove_scratch(folder: Path) -> None:
@@ -238,10 +246,13 @@ def _replace(scratch: Path, folder: Path) -> None:
     if folder.exists():
         aside = _scratch(folder)
         folder.rename(aside / folder.name)
+        faults.point("rows.between-renames")
         scratch.rename(folder)
+        faults.point("rows.renamed")
         shutil.rmtree(aside, ignore_errors=True)
     else:
         scratch.rename(folder)
+        faults.point("rows.renamed")
     parent = os.open(folder.parent, os.O_RDONLY)
     try:
         os.fsync(parent)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, cast
 
+from . import faults
+
 METRICS_FILE = "metrics.jsonl"
 STALE_SECONDS = 10.0  # status.json is written each second; one older than this is nobody's present state
 
@@ -58,9 +60,13 @@ class Status(TypedDict, total=False):
 
 
 def write_status(path: Path, status: Mapping[str, Any]) -> None:
-    """Replaces status.json at once: readers see the old or the new one. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replaces status.json at once: readers see the old or the new one. Raises OSError.
+
+    The temporary name is fixed, as the run has one trainer: a kill leaves one file, which the next trainer replaces.
+    """
+    temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(json.dumps(_finite(status), separators=(",", ":")), encoding="utf-8")
+    faults.point("trainer.status-half-written")
     temporary.replace(path)
 
 

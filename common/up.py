@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from . import paths
 from .errors import ConfigError, PacelineError
+from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
 from .telemetry import STALE_SECONDS, Status, read_status
@@ -182,7 +183,7 @@ class Supervisor:
                 if self.prepare and not self._run_alone(self.prepare, wake):
                     return self.code or 0
                 # The marker of an earlier run of this name would send the workers home; this trainer writes its own.
-                paths.finished_path(self.run_file).unlink(missing_ok=True)
+                clear_finished(self.run_file)
                 self._loop([self.trainer, *self.workers], wake)
             finally:
                 for child in self.active:

@@ -89,6 +89,8 @@ class RecordCheck:
     def _check_rows(self, meta: RecordMeta, batch: BatchId) -> None:
         if meta.batch != batch.pack():
             raise RecordRefused(f"it describes batch {_name(meta.batch)}, not {batch}")
+        if batch not in self._plan:
+            raise RecordRefused(f"batch {batch} is not of this run's plan")
         wanted = self._plan.rows(batch)
         if not np.array_equal(meta.row_ids, wanted):
             raise RecordRefused(f"rows {_head(meta.row_ids)}, not {_head(wanted)}")

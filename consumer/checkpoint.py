@@ -196,22 +196,24 @@ def write_checkpoint(root: Path, state: CheckpointState, write: Write) -> Path:
     target = step_folder(root, state.step)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        sweep(root)
         new = root / f"{_TEMPORARY}{target.name}"
         try:
             new.mkdir()
+            point("checkpoint.begun")
             write(new)
             (new / STATE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             _seal(new, state.step)
             point("checkpoint.before-rename")
             if target.exists():
                 target.rename(root / f"{_REPLACED}{target.name}")
+                point("checkpoint.between-renames")
             new.rename(target)
         finally:
             shutil.rmtree(new, ignore_errors=True)
         _fsync(root)
         point("checkpoint.after-rename")
-        _sweep(root)
+        sweep(root)
     except OSError as error:
         raise CheckpointError(f"checkpoint {target} was not written: {_disk_error(error, root)}") from error
     except SafetensorError as error:  # what safetensors makes of a write error
@@ -235,9 +237,11 @@ def _seal(folder: Path, step: int) -> None:
     missing = {MODEL, OPTIMIZER, STATE} - files.keys()
     if missing:
         raise CheckpointError(f"the learner wrote no {', '.join(sorted(missing))}")
+    point("checkpoint.before-manifest")
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
     _fsync(manifest)
+    point("checkpoint.after-manifest")
     _fsync(folder)
 
 
@@ -249,9 +253,11 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sweep(root: Path) -> None:
+def sweep(root: Path) -> None:
     """Remove what a killed writer or remover left, and give back its name to a checkpoint that was not replaced after
-    all. Only the run's one trainer (consumer.lock) writes here."""
+    all. For the run's one trainer (consumer.lock): nobody else writes here."""
+    if not root.is_dir():
+        return
     for path in list(root.iterdir()):
         if path.name.startswith(_REPLACED) and not _original(path).exists():
             path.rename(_original(path))
@@ -268,9 +274,11 @@ def prune(root: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
     if keep_best and (best := best_of(complete)) is not None:
         keep.add(best)
     gone = [path for path in complete if path not in keep]
+    point("checkpoint.before-removal")
     for path in gone:
         # Renamed first: a kill halfway through must not leave half a checkpoint under a checkpoint's name.
         removed = path.rename(root / f"{_REMOVED}{path.name}")
+        point("checkpoint.removing")
         shutil.rmtree(removed, ignore_errors=True)
     return gone
 

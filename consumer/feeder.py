@@ -19,7 +19,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -145,6 +145,7 @@ class Feeder:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        faults.point("feed.bound")
         self._thread.start()
 
     def stop(self) -> None:
@@ -192,6 +193,7 @@ class Feeder:
                 if not stat.S_ISSOCK(path.lstat().st_mode):
                     raise ConfigError(f"{path} is in the way and is no socket: move it away")
                 path.unlink()
+            faults.point("feed.before-bind")
             socket.bind(f"ipc://{path}")
             path.chmod(0o600)
         except (zmq.ZMQError, OSError) as error:
@@ -291,6 +293,8 @@ class Feeder:
             rate = None
             if isinstance(message, wire.Want):
                 rate, self._waited[scan.worker] = message.tokens_per_s, message.waited
+            else:
+                faults.point("feed.hello-heard")
             self._state.heard(scan.worker, scan.incarnation, message.held, rate, time.monotonic())
 
     def _hear_rank(self, route: bytes, message: _RankMessage) -> None:
@@ -306,10 +310,13 @@ class Feeder:
                     self._send(self._ranks, route, answer)
             case wire.Refused():
                 if state.refused(message):
+                    faults.point("feed.refusal-heard")
                     log.warning("batch %s refused by rank %d: %s", _name(message.batch), message.rank, message.reason)
                     self._on_refused(message)
             case wire.Done():
+                faults.point("feed.done-heard")
                 if state.done(message):
+                    faults.point("feed.done-recorded")
                     self._on_done(message)
             case wire.RankHello():
                 pass
@@ -322,8 +329,10 @@ class Feeder:
         if self._finished:
             for worker, hint in self._state.workers.items():
                 if worker not in self._told:
+                    faults.point("feed.finished-not-told")
                     self._told.add(worker)
                     self._send(self._workers, self._routes[worker], wire.StopWorker(hint.incarnation, "finished"))
+                    faults.point("feed.finished-told")
 
     # ---- acting
 
@@ -350,12 +359,17 @@ class Feeder:
 
     def _answer(self, answer: wire.Take | wire.Exhausted | None, rank: int) -> None:
         if isinstance(answer, wire.Take):
-            faults.point("feed.taken")
+            faults.point("feed.given-not-sent")
+        else:
+            faults.point("feed.exhausted-not-sent")
         route = self._rank_routes.get(rank)
         if route is not None and answer is not None:
             self._send(self._ranks, route, answer)
+        if isinstance(answer, wire.Take):
+            faults.point("feed.given")
 
     def _send_work(self, worker: str, incarnation: int, batches: list[int]) -> None:
+        faults.point("feed.assigned-not-sent")
         items: list[wire.WorkItem] = []
         size = 0
         for batch in batches:
@@ -367,6 +381,7 @@ class Feeder:
             items.append(wire.WorkItem(batch, rows))
             size += item_size
         self._send(self._workers, self._routes[worker], wire.Work(incarnation, self._trainer, tuple(items)))
+        faults.point("feed.work-sent")
 
     def _send(self, socket: "zmq.Socket[bytes]", route: bytes, message: wire.Message) -> None:
         """Send if the peer is there and takes it; what is lost is asked for again."""
@@ -431,12 +446,9 @@ class _Rings:
         if relist or time.monotonic() >= self.due:
             self._list()
         scans: list[RingScan] = []
-        for worker, reader in list(self._readers.items()):
-            try:
+        for reader in list(self._readers.values()):
+            with self._left_out(reader):
                 scans.append(reader.scan())
-            except RingInvalid as error:
-                self._skip(reader.path, str(error))
-                self._drop(worker)
         return scans
 
     def _list(self) -> None:
@@ -474,14 +486,27 @@ class _Rings:
     def free(self, worker: str, ring: int, slot: int, seq: int) -> None:
         reader = self._readers.get(worker)
         if reader is not None and reader.ring_id == ring:
-            reader.release(slot, seq)
+            with self._left_out(reader):
+                reader.release(slot, seq)
 
     def remove(self, worker: str, ring: int) -> bool:
         reader = self._readers.get(worker)
-        if reader is None or reader.ring_id != ring or not reader.remove_if_empty():
-            return False
-        self._drop(worker)
-        return True
+        gone = False
+        if reader is not None and reader.ring_id == ring:
+            with self._left_out(reader):
+                gone = reader.remove_if_empty()
+        if gone:
+            self._drop(worker)
+        return gone
+
+    @contextlib.contextmanager
+    def _left_out(self, reader: RingReader) -> Iterator[None]:
+        """A ring that turns out to be damaged is left out from now on."""
+        try:
+            yield
+        except RingInvalid as error:
+            self._skip(reader.path, str(error))
+            self._drop(reader.worker)
 
     def close(self) -> None:
         for worker in list(self._readers):

@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -91,8 +92,9 @@ class Reports:
         os.write(self._descriptor, (json.dumps(message) + "\n").encode())
 
 
+@cache
 def versions() -> dict[str, str]:
-    """What writes a checkpoint."""
+    """What writes a checkpoint; not to be changed."""
     found = {"python": platform.python_version()}
     for package in ("paceline", "torch", "transformers", "numpy", "safetensors"):
         try:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common import paths
+from ..common import faults, paths
 from ..common.batch import Kind
-from ..common.errors import PacelineError
+from ..common.errors import ConfigError, PacelineError
 from ..common.locks import FileLock, held_by
 from ..common.plan import plan_from
 from ..common.rows import Rows
@@ -150,6 +150,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
     lock = FileLock(paths.rank_lock(run, job.rank), f"rank {job.rank} of run {run.name}")
     if not lock.acquire():
         raise PacelineError(f"rank {job.rank} of run {run.name} is running already: {held_by(lock.path)}")
+    faults.point("rank.locked")
     with flag.interruptible():
         rows = Rows.open(job.rows)
         plan = plan_from(run, rows)
@@ -160,6 +161,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
             boundary = Boundary.of(load_state(Path(job.checkpoint)))
             learner.restore(Path(job.checkpoint))
         boundary.phase = None if job.phase is None else (Kind(job.phase[0]), job.phase[1])
+    faults.point("rank.restored")
     source = RecordSource(
         rank=job.rank,
         trainer=job.trainer,
@@ -180,7 +182,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
     reports.end(ending.kind, ending.why)
     if ending.kind == "finished":
         group.close()  # after a stop others may be gone, and NCCL would wait for them
-    return 1 if ending.kind == "failed" else 0
+    return {"failed": PacelineError.exit_code, "unfit": ConfigError.exit_code}.get(ending.kind, 0)
 
 
 if __name__ == "__main__":

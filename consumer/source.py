@@ -14,7 +14,10 @@ times in a row ends the run.
     thread  want(0)  check(0)  want(1)  check(1) .............. want(2) ...
 """
 
+import contextlib
+import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -38,6 +41,10 @@ _WAIT_SECONDS = 0.2
 _RETRIES = 4  # reads of a record found by scanning, before it is called bad
 _RETRY_SECONDS = 0.02
 _HELD = 2  # records a rank holds at most: the one in training and the next
+
+_WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # of a ring's file, which is looked for in one folder only
+
+log = logging.getLogger(__name__)
 
 Phase = tuple[Kind, int]
 
@@ -108,7 +115,7 @@ class RecordSource:
         self._replaced: list[RingReader] = []  # no longer given, but perhaps still read
         self._phase, self._index = phase, 0
         self._in_a_row: dict[str, int] = {}
-        self._malformed = 0
+        self.malformed = 0  # messages that were none
         # Of both, under the lock:
         self._lock = threading.Condition()
         self._phases: dict[Phase, _Progress] = {}
@@ -151,10 +158,15 @@ class RecordSource:
             TornRecord: the slot was no longer the record's, so what was read of it is worthless.
         """
         point("rank.copied-not-released")
-        if not record.reader.release(record.take.slot, record.take.seq):
+        reason = f"slot {record.take.slot} holds another record"
+        try:
+            released = record.reader.release(record.take.slot, record.take.seq)
+        except RingInvalid as error:
+            released, reason = False, str(error)
+        if not released:
             raise TornRecord(
                 f"the record of batch {record.batch} from worker {record.take.worker} changed while it was read "
-                f"({record.reader.path}, slot {record.take.slot})"
+                f"({record.reader.path}: {reason})"
             )
         point("rank.released-not-told")
         with self._lock:
@@ -199,6 +211,7 @@ class RecordSource:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        # No MAXMSGSIZE: a socket that connects never connects again after a message beyond it. `decode` has the bound.
         socket.connect(self._address)
         try:
             self._talk(socket)
@@ -219,7 +232,9 @@ class RecordSource:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        point("rank.before-hello")
         self._send(socket, wire.RankHello(self._rank, self._trainer))
+        point("rank.hello")
         asked, sent_at = None, 0.0
         while not self._stopping:
             now = time.monotonic()
@@ -231,7 +246,7 @@ class RecordSource:
             elif not poller.poll(1 + int(1000 * max(0.0, sent_at + RESEND_SECONDS - now))):
                 self._drop_replaced()
             while socket.poll(0):
-                self._receive(socket.recv(), request)
+                self._receive(socket.recv_multipart(), request)
         self._say(socket, None)
 
     def _take_wake(self) -> bool:
@@ -254,6 +269,8 @@ class RecordSource:
             first = [*self._refused, *self._done]
         for message in (*first, *([request] if request else [])):
             self._send(socket, message)
+        if request is not None:
+            point("rank.asked")
 
     def _send(self, socket: "zmq.Socket[bytes]", message: wire.Message) -> None:
         try:
@@ -261,11 +278,17 @@ class RecordSource:
         except zmq.Again:
             return  # no peer and a full queue: it is sent again
 
-    def _receive(self, data: bytes, request: wire.RankWant | None) -> None:
+    def _receive(self, frames: list[bytes], request: wire.RankWant | None) -> None:
         try:
-            message = wire.decode(data)
-        except wire.WireError:
-            self._malformed += 1
+            if len(frames) != 1:
+                raise wire.WireError(f"{len(frames)} frames, 1 was expected")
+            message = wire.decode(frames[0])
+            if not isinstance(message, wire.Take | wire.Exhausted | wire.StopRank):
+                raise wire.WireError(f"{type(message).__name__} is not for a rank")
+        except wire.WireError as error:
+            if not self.malformed:
+                log.warning("dropped a message (%s); further ones are only counted", error)
+            self.malformed += 1
             return
         if isinstance(message, wire.StopRank) and message.trainer == self._trainer and message.reason != "finished":
             self._fail(FeedStopped(message.reason))
@@ -282,6 +305,7 @@ class RecordSource:
         if isinstance(message, wire.Exhausted):
             self._exhausted()
         else:
+            point("rank.take-received")
             self._accept(message)
 
     def _exhausted(self) -> None:
@@ -324,6 +348,8 @@ class RecordSource:
             self._replaced.append(self._readers.pop(take.worker))
             reader = None
         if reader is None:
+            if not _WORKER.fullmatch(take.worker):
+                raise RecordRefused(f"{take.worker[:64]!r} is no worker's name")
             reader = RingReader.open(self._ring_dir / f"{take.worker}.ring")
             self._readers[take.worker] = reader
             self._on_map(*reader.mapping())
@@ -352,9 +378,11 @@ class RecordSource:
 
     def _refuse(self, take: wire.Take, reason: str) -> None:
         """Free the slot, count, and tell the feed; a batch refused for the second time is listed."""
+        point("rank.refusing")
         reader = self._readers.get(take.worker)
         if reader is not None and reader.ring_id == take.ring:
-            reader.release(take.slot, take.seq)
+            with contextlib.suppress(RingInvalid):  # of a damaged ring: there is no slot to free
+                reader.release(take.slot, take.seq)
         point("rank.refused")
         reason = f"worker {take.worker}: {reason}"
         message = wire.Refused(self._rank, self._trainer, take.kind, take.number, take.index, take.batch, reason[:400])

@@ -7,9 +7,12 @@ watches them. It never imports torch.
     resume         the newest complete checkpoint, its fingerprint compared with this run file's
     a rank dies    or hangs: the others are told, get a moment to save, and are killed; exit 1 (then started again)
     SIGTERM        the ranks drop the unfinished step, rank 0 saves the last step boundary; exit 0 (SIGINT: 130)
-    run finished   last checkpoint, the marker that workers find, a few seconds in which the feed tells them; exit 0
+    run finished   last checkpoint, the marker that workers find, a few seconds in which the feed tells them; exit 0.
+                   So also when trainer.max_hours is over
+    skip_limit     records or steps refused so often in a row that a restart would end the same way: the last step
+                   boundary is saved; exit 78, so that no supervisor starts the trainer again
 
-Exit codes: 0 done or stopped by SIGTERM, 1 failed, 78 bad configuration, 130 stopped by SIGINT.
+Exit codes: 0 done or stopped by SIGTERM, 1 failed, 78 not without a change by the user, 130 stopped by SIGINT.
 """
 
 import logging
@@ -24,11 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common import paths
+from ..common import faults, paths
 from ..common.batch import Kind
 from ..common.devices import assign_devices
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint
+from ..common.finished import clear_finished, mark_finished
 from ..common.locks import FileLock, held_by
 from ..common.notify import Patience, Watchdog, extend_timeout, notify
 from ..common.plan import Plan, plan_from
@@ -36,7 +40,7 @@ from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.telemetry import Metrics
 from .audit import check_ledger
-from .checkpoint import CheckpointState, damage, load_state, newest_complete, set_aside_newer, step_folder
+from .checkpoint import CheckpointState, damage, load_state, newest_complete, prune, set_aside_newer, step_folder, sweep
 from .describe import RunFacts, describe_apart
 from .feed import Phase
 from .feeder import Feeder
@@ -99,10 +103,12 @@ def main(
             notify("STOPPING=1")
             return _stopped(flag)
         if start.phase is None:
-            _mark_finished(run, start.step)
+            mark_finished(run, start.step)
+            _remove_leftovers(run)
             print(f"run {run.name} is finished: {start.step} steps, {start.checkpoint}", flush=True)
             notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
             return 0
+        faults.point("trainer.resumed")
         return Trainer(run, start, flag).run(rank_command)
 
 
@@ -139,6 +145,7 @@ def _claim(run: RunFile, stack: ExitStack) -> None:
         if not lock.acquire():
             raise PacelineError(f"{what} has a trainer already: {held_by(path)}")
         stack.callback(lock.release)
+    faults.point("trainer.locked")
     told: set[str] = set()
     patience = Patience(EXTEND_SECONDS)
     folder = paths.run_dir(run.name)
@@ -184,6 +191,7 @@ FIRST_PHASE_OF_FEED = Phase(*FIRST_PHASE)
 
 def _find_checkpoint(run: RunFile, resume: str | None) -> Path | None:
     root = paths.checkpoint_dir(run)
+    sweep(root)
     if resume is not None and resume != "auto":
         path = Path(resume)
         path = path if path.is_dir() or not resume.isdigit() else step_folder(root, int(resume))
@@ -215,9 +223,20 @@ def _phase_after(state: CheckpointState, plan: Plan) -> tuple[Kind, int] | None:
     return Kind.EVAL, state.step
 
 
-def _mark_finished(run: RunFile, step: int) -> None:
-    """Workers find this if the feed's word does not reach them."""
-    paths.finished_path(run).write_text(f"{step}\n", encoding="utf-8")
+def _remove_leftovers(run: RunFile) -> None:
+    """Remove what a trainer that was killed at the end of its run left behind, as no further one will."""
+    prune(paths.checkpoint_dir(run), keep_last=run.checkpoint.keep_last, keep_best=run.checkpoint.keep_best)
+    folder = paths.run_dir(run.name)
+    status = paths.status_path(run)
+    _remove_stores(run)
+    for left in (*folder.glob("*.sock"), *folder.glob(f".{status.name}.*")):
+        left.unlink()
+
+
+def _remove_stores(run: RunFile) -> None:
+    """Remove the places where ranks that are dead met."""
+    for store in paths.run_dir(run.name).glob("group-*"):
+        store.unlink(missing_ok=True)
 
 
 # While they run -------------------------------------------------------------------------------------------------------
@@ -241,7 +260,8 @@ class Trainer:
 
     def run(self, rank_command: Sequence[str]) -> int:
         run, start = self._run, self._start
-        paths.finished_path(run).unlink(missing_ok=True)
+        clear_finished(run)
+        faults.point("trainer.marker-removed")
         feeder = Feeder(
             run,
             start.plan,
@@ -266,11 +286,13 @@ class Trainer:
             feeder.start()
             try:
                 self._ranks.start(self._jobs(), rank_command)
+                faults.point("trainer.ranks-started")
                 self._watch(feeder)
                 return self._finish(feeder)
             finally:
                 self._ranks.kill()
                 feeder.stop()
+                _remove_stores(run)
 
     def _metrics(self) -> Metrics:
         run = self._run
@@ -287,8 +309,7 @@ class Trainer:
         run, facts = self._run, self._start.facts
         devices = assign_devices(run).ranks
         folder = paths.run_dir(run.name)
-        for old in folder.glob("group-*"):
-            old.unlink()  # a dead trainer's: no rank of it is alive
+        _remove_stores(run)
         store = folder / f"group-{self._incarnation:016x}"
         return [
             RankJob(
@@ -466,18 +487,21 @@ class Trainer:
             self._progress.write("stopped", str(self._failure))
             raise self._failure
         kind, why = self._ending or ("stopped", "")
-        if kind == "failed":
+        if kind in ("failed", "unfit"):
             self._progress.write("stopped", why)
-            raise PacelineError(why)
+            raise ConfigError(why) if kind == "unfit" else PacelineError(why)
         if kind == "stopped":
             self._progress.write("stopped", self._message)
             self._say_last("stopped")
             return _stopped(self._flag)
         step = self._progress.status["step"]
-        _mark_finished(self._run, step)
+        faults.point("trainer.before-finished")
+        mark_finished(self._run, step)
+        faults.point("trainer.finished")
         self._progress.write("finished", why)
         self._say_last(f"run {self._run.name} is finished")
         print(f"run {self._run.name} is finished: {step} steps{f' ({why})' if why else ''}", flush=True)
+        feeder.finish()
         self._say_farewell(feeder)
         return 0
 

@@ -119,6 +119,7 @@ class Collected:
     listed: list[list[Any]] = field(default_factory=list)
     finite: bool = True
     stop: str = ""  # why the run stops before this phase is complete: "signal", or what is wrong
+    unfit: bool = False  # the reason will be the same after a restart
     last: bool = False  # from rank 0: the run's time is over after this phase
     tokens: int = 0
     data_s: float = 0.0
@@ -128,7 +129,8 @@ class Collected:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why the loop ended: finished, hours, stopped (by a signal) or failed."""
+    """Why the loop ended: finished, hours, stopped (by a signal), failed, or unfit: run file, data, target or a
+    worker's device have to be changed first, as a trainer that is started again would only end the same way."""
 
     kind: str
     why: str = ""
@@ -190,10 +192,11 @@ class Training:
 
     def _run_phase(self, kind: Kind, number: int) -> None:
         mine = self._collect((kind, number))
+        point("rank.collected-not-gathered")
         self._reports.doing("gather")
         everyone = [Collected(**found) for found in self._group.all_gather(asdict(mine))]
-        if stop := next((one.stop for one in everyone if one.stop), ""):
-            self._ending = Ending("stopped") if stop == "signal" else Ending("failed", stop)
+        if stopped := [one for one in everyone if one.stop]:
+            self._ending = _ending_of(stopped)
             return
         point("rank.gathered-not-stepped")
         self._reports.doing("step")
@@ -220,7 +223,7 @@ class Training:
         except StopRequested:
             mine.stop = "signal"
         except (BadWorker, FeedStopped) as error:
-            mine.stop = str(error)
+            mine.stop, mine.unfit = str(error), isinstance(error, BadWorker)
         mine.listed = [[batch.pack(), reason] for batch, reason in self._source.listed(phase)]
         mine.finite = bool(np.isfinite(self._learner.sums()).all())
         mine.memory = self._learner.peak_memory()
@@ -275,6 +278,7 @@ class Training:
             self._group.all_reduce(total)
             self._learner.reduce(self._group)
             finite, values = self._learner.step(total, step, self._plan.total_steps)
+            point("rank.stepped-not-recorded")
         else:
             self._learner.discard()
         if not finite:
@@ -284,7 +288,7 @@ class Training:
         self._skipped = 0 if finite else self._skipped + 1
         if self._skipped >= self._run.trainer.skip_limit:
             self._ending = Ending(
-                "failed",
+                "unfit",
                 f"{self._skipped} steps in a row had a loss or gradient that was not finite (trainer.skip_limit); "
                 f"their batches are listed and the weights are those before step {step + 1 - self._skipped}",
             )
@@ -318,6 +322,7 @@ class Training:
         self, kind: Kind, number: int, batches: list[BatchId], listed: dict[BatchId, str], values: dict[str, Any]
     ) -> None:
         """The feed learns what is done, the main process also how it went."""
+        point("rank.stepped-not-told")
         self._source.leave((kind, number))
         if (anchors := values.get("anchors")) is not None:
             values["anchors_per_s"] = anchors / values["seconds"]
@@ -339,6 +344,7 @@ class Training:
             self._last_done = done  # the feed then lets the workers go: not before the run is safe on disk
         else:
             self._source.done(done)
+            point("rank.told")
         values["elapsed"] = self._at.seconds
         self._reports.phase(kind, number, values, listed)
 
@@ -378,6 +384,7 @@ class Training:
             if error := self._await_save():
                 raise CheckpointError(error)
         if self._last_done is not None:
+            point("rank.safe-not-told")
             self._source.done(self._last_done)
 
     def _await_save(self) -> str:
@@ -406,6 +413,14 @@ class Training:
             versions=versions(),
             metrics=dict(at.metrics),
         )
+
+
+def _ending_of(stopped: list[Collected]) -> Ending:
+    """What ranks that stop in the middle of a phase make of it together; the same on all of them."""
+    one = next((one for one in stopped if one.unfit), stopped[0])
+    if one.unfit:
+        return Ending("unfit", one.stop)
+    return Ending("stopped") if one.stop == "signal" else Ending("failed", one.stop)
 
 
 def _metric_name(kind: Kind, key: str) -> str:

@@ -30,9 +30,10 @@ import numpy as np
 
 from ..common.dataset import cache_key, cached_rows, file_digest, tokenizer_digest, wait_for_lock
 from ..common.errors import ConfigError, PacelineError
+from ..common.locks import FileLock
 from ..common.paths import cache_dir
 from ..common.record import MIN_ROW_TOKENS
-from ..common.rows import Rows, RowsWriter, remove_scratch
+from ..common.rows import Rows, RowsWriter, has_scratch, remove_scratch
 from .chat import ChatEncoder, ChatFormat, Encoded, Refused
 
 if TYPE_CHECKING:
@@ -142,14 +143,17 @@ def prepare(
     store = (cache or cache_dir()) / "rows"
     folder = out or store / key
     _check_folder(folder)
+    lock, who = store / f"{key}.lock", f"prepare {paths[0].name}"
     if meta := cached_rows(folder, key):
+        if folder.parent == store and has_scratch(folder):
+            _remove_leftovers(folder, FileLock(lock, who))
         return _report(folder, meta, cached=True)
     store.mkdir(parents=True, exist_ok=True)
-    with wait_for_lock(store / f"{key}.lock", f"prepare {paths[0].name}", waiting):
-        if meta := cached_rows(folder, key):
-            return _report(folder, meta, cached=True)
+    with wait_for_lock(lock, who, waiting):
         if folder.parent == store:  # only holders of this lock write there
             remove_scratch(folder)
+        if meta := cached_rows(folder, key):
+            return _report(folder, meta, cached=True)
         chat = chat or load_format(target, trust_remote_code)
         about = {
             "key": key,
@@ -177,6 +181,13 @@ def prepare_run(
         progress=progress,
         waiting=waiting,
     )
+
+
+def _remove_leftovers(folder: Path, lock: FileLock) -> None:
+    """Remove what a writer that was killed at its very end left beside the rows, unless one is at work."""
+    if lock.acquire():
+        with lock:
+            remove_scratch(folder)
 
 
 def _check_files(paths: list[Path]) -> None:

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Protocol
 
@@ -33,13 +32,26 @@ from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint, run_fingerprint
+from ..common.finished import is_finished
 from ..common.notify import Patience, Watchdog, notify
 from ..common.record import RecordMeta, checksum, max_rows, record_bytes, slot_bytes, write_meta
 from ..common.ring import Ring, Slot, SlotState
 from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
-from ..common.wire import Bye, Hello, Message, Ready, StopWorker, Want, WireError, Work, WorkItem, decode, encode
+from ..common.wire import (
+    Bye,
+    Hello,
+    Message,
+    Ready,
+    StopWorker,
+    Want,
+    WireError,
+    Work,
+    WorkItem,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +125,8 @@ def _stop_signals() -> Iterator[list[int]]:
 
 def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[int]) -> int:
     name = f"w{index}"
-    if paths.finished_path(run).exists():
+    started = time.time()
+    if is_finished(run, started):
         log.info("%s: run %s is finished", name, run.name)
         notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
         return 0
@@ -141,12 +154,13 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
     )
     with contextlib.ExitStack() as stack:
         stack.callback(ring.close)
+        faults.point("worker.loading")
         if source is None:
             notify("STATUS=loading the target")
             source = _target_source(run, info, layer_ids, device)
         stack.callback(source.close)
         source.register(*ring.mapping())
-        return Worker(run, name, rows, ring, source, spec, pending, stack).run()
+        return Worker(run, name, rows, ring, source, spec, pending, stack, started).run()
 
 
 def _target_source(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> StateSource:
@@ -314,8 +328,9 @@ class Worker:
         spec: RecordSpec,
         pending: list[int],
         stack: contextlib.ExitStack,
+        started: float,
     ) -> None:
-        self._run_name = run.name
+        self._run, self._started = run, started
         self._name = name
         self._ring = ring
         self._source = source
@@ -323,7 +338,6 @@ class Worker:
         self._pending = pending
         self._stack = stack
         self._address = paths.feed_address(run)
-        self._finished: Path = paths.finished_path(run)
         self._queue = WorkQueue(rows, spec.token_budget, run.stream.prefetch)
         self._watchdog = Watchdog()
         self._told_ready = False
@@ -349,7 +363,8 @@ class Worker:
             self._told_ready = notify("READY=1", "STATUS=waiting for work")
             try:
                 self._loop()
-                log.info("%s: %s after %d records", self._name, self._leaving, self._made)
+                dropped = f"; {self._dropped} malformed messages were dropped" if self._dropped else ""
+                log.info("%s: %s after %d records%s", self._name, self._leaving, self._made, dropped)
                 return 0
             finally:
                 self._leave()
@@ -359,6 +374,7 @@ class Worker:
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
+        # No MAXMSGSIZE: a socket that connects never connects again after a message beyond it. `decode` has the bound.
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a feed that is not there
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -371,7 +387,9 @@ class Worker:
         notify("STOPPING=1", f"STATUS={why}")
         self._queue.close()
         self._stack.close()
+        faults.point("worker.closed-not-told")
         self._send(Bye(self._name, self._ring.incarnation))
+        faults.point("worker.bye")
 
     def _loop(self) -> None:
         while True:
@@ -426,7 +444,7 @@ class Worker:
             raise PacelineError(
                 f"{self._ring.path} vanished under its worker (removed by hand, by systemd's RemoveIPC or a logout)"
             )
-        if self._finished.exists():
+        if is_finished(self._run, self._started):
             self._leaving = "finished"
         heard = self._want()
         self._next_tick = time.monotonic() + (TICK_S if heard else RETRY_S)
@@ -455,6 +473,7 @@ class Worker:
         """Tells the feed what the worker holds. False if no feed is connected."""
         held = self._queue.held
         if not self._greeted:
+            faults.point("worker.before-hello")
             self._greeted = self._send(Hello(self._name, self._ring.incarnation, held))
             if self._greeted:
                 faults.point("worker.hello")
@@ -485,6 +504,7 @@ class Worker:
     def _heed(self, message: Work | StopWorker) -> None:
         if isinstance(message, StopWorker):
             self._leaving = message.reason
+            faults.point("worker.told-to-stop")
             return
         if message.feed != self._feed:
             if self._feed is not None:
@@ -512,6 +532,7 @@ class Worker:
         try:
             prepared = self._queue.take(batch)
             length, total = self._fill(slot, prepared)
+            faults.point("worker.filled")
         except BaseException:
             self._ring.abandon(slot)
             raise

@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.common import paths, record, wire
 from paceline.common.batch import BatchId
 from paceline.common.errors import PacelineError
 from paceline.common.fingerprint import Fingerprint
+from paceline.common.finished import is_finished
 from paceline.common.plan import Plan, PlanSpec, plan_from
 from paceline.common.record import RecordMeta
 from paceline.common.ring import Ring, SlotState
@@ -84,16 +86,22 @@ def make_meta(plan: Plan, rows: Rows, batch: BatchId, expected: Expected = EXPEC
 
 
 def commit(
-    ring: Ring, meta: RecordMeta, states: np.ndarray | None = None, checksum: int | None = None
+    ring: Ring,
+    meta: RecordMeta,
+    states: np.ndarray | None = None,
+    checksum: int | None = None,
+    harm: Callable[[memoryview], None] = lambda payload: None,
 ) -> tuple[int, int]:
-    """Write a record into a free slot of `ring`; returns (slot, seq)."""
+    """Write a record into a free slot of `ring`; returns (slot, seq). `harm` changes it after its checksum is taken."""
     slot = ring.claim(meta.batch)
     assert slot is not None, "no free slot"
     if states is None:
         states = stamp(meta.tokens, meta.cu_seqlens, meta.planes, meta.hidden_size)
     offset, length = record.write_meta(slot.payload, meta), record.record_bytes(meta)
     slot.payload[offset:length] = states.tobytes()
-    ring.commit(slot, length, record.checksum(slot.payload, length) if checksum is None else checksum)
+    checksum = record.checksum(slot.payload, length) if checksum is None else checksum
+    harm(slot.payload[:length])
+    ring.commit(slot, length, checksum)
     return slot.index, slot.seq
 
 
@@ -278,14 +286,17 @@ def rank_process() -> int:
 
 @dataclass
 class Worker:
-    """A worker that stamps. `harm`: "zero" writes zeros instead; `seconds` for each record."""
+    """A worker that stamps. `harm`: "zero" writes zeros instead; `seconds` for each record. Without `marker` it does
+    not look for the marker of a finished run: it leaves when it is told."""
 
     run: RunFile
     index: int
     seconds: float = 0.0
     harm: str = ""
+    marker: bool = True
 
     def main(self) -> int:
+        self._began = time.time()
         name, facts = f"w{self.index}", facts_of(self.run)
         rows = Rows.open(facts.rows)
         self._plan, self._rows, fingerprint = plan_from(self.run, rows), rows, Fingerprint(facts.fingerprint)
@@ -300,7 +311,7 @@ class Worker:
         self._queue: dict[int, None] = {}
         self._feed, self._said = 0, 0.0
         self._send(wire.Hello(name, self._ring.incarnation, ()))
-        while not (paths.finished_path(self.run).exists() or self._ring.retired or self._ring.vanished()):
+        while not ((self.marker and is_finished(self.run, self._began)) or self._ring.retired or self._ring.vanished()):
             if self._turn():
                 break
         return 0

@@ -1,8 +1,10 @@
 """A real, tiny target and the real drafter, through the command line: trained, killed, resumed, audited."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,49 @@ def steps(run: RunFile) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["lr"]) for line in lines if line["kind"] == "train"]
 
 
+WORKER_FAULTS = [
+    "ring.half-made",
+    "worker.hello",
+    "worker.work-received",
+    "ring.writing",
+    "worker.filled",
+    "worker.sent",
+]
+TRAINER_FAULTS = [
+    "feed.given-not-sent",
+    "ring.taken",
+    "rank.copied-not-released:2",
+    "rank.gathered-not-stepped",
+    "checkpoint.before-manifest",
+    "rank.stepped-not-recorded",
+]
+
+
+def supervise(run: RunFile, start: Start, tmp_path: Path, faults: dict[str, list[str]]) -> None:
+    """Both sides until the run is finished, each started again when it died at its next fault; proof that it did."""
+    left = {command: [*points, ""] for command, points in faults.items()}
+    alive = {command: start(run, command, PACELINE_FAULT=points[0]) for command, points in left.items()}
+    until = time.monotonic() + 2 * PATIENCE
+    while alive:
+        time.sleep(0.05)
+        assert time.monotonic() < until, log(tmp_path)
+        for command, process in list(alive.items()):
+            code, point = process.poll(), left[command][0]
+            if code is None:
+                continue
+            if not point:
+                assert code == 0, log(tmp_path)
+                del alive[command]
+                continue
+            # A rank's death ends its main process with 1.
+            assert code in (-signal.SIGKILL, 1), log(tmp_path)
+            died = f"paceline: killed at fault point {point.partition(':')[0]}\n"
+            assert died in (tmp_path / f"{command}.log").read_text(), log(tmp_path)
+            left[command].pop(0)
+            alive[command] = start(run, command, PACELINE_FAULT=left[command][0])
+    assert all(points == [""] for points in left.values())
+
+
 @pytest.mark.slow
 def test_killed_run_ends_with_the_same_weights(run: RunFile, start: Start, tmp_path: Path):
     first = run.model_copy(update={"output": str(tmp_path / "undisturbed"), "name": "undisturbed"})
@@ -97,15 +142,7 @@ def test_killed_run_ends_with_the_same_weights(run: RunFile, start: Start, tmp_p
     assert trainer.wait(PATIENCE) == 0, log(tmp_path)
     assert worker.wait(PATIENCE) == 0, log(tmp_path)
 
-    trainer = start(run, "consumer", PACELINE_FAULT="rank.gathered-not-stepped:4")
-    worker = start(run, "producer")
-    assert trainer.wait(PATIENCE) == 1, log(tmp_path)
-    worker.kill()
-    worker.wait()
-    trainer = start(run, "consumer")
-    worker = start(run, "producer")
-    assert trainer.wait(PATIENCE) == 0, log(tmp_path)
-    assert worker.wait(PATIENCE) == 0, log(tmp_path)
+    supervise(run, start, tmp_path, {"consumer": TRAINER_FAULTS, "producer": WORKER_FAULTS})
 
     assert "resuming run tiny-" in log(tmp_path)
     expected, found = weights(first), weights(run)

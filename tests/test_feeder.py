@@ -25,6 +25,7 @@ from paceline.consumer.feed import Phase
 from paceline.consumer.feeder import Feeder
 from paceline.consumer.feedstate import FeedBroken
 from paceline.consumer.ledger import Ledger
+from waiting import ownerless, until
 
 TRAINER = 41
 PLAN = one_row_batches(4, group=2, held_out=1)  # steps 0 and 1, then the evaluation after 2
@@ -135,13 +136,6 @@ def make(ring: Ring, batch: int) -> None:
 
 def want(number: int, index: int, *, kind: Kind = Kind.TRAIN, rank: int = 0) -> wire.RankWant:
     return wire.RankWant(rank, TRAINER, kind, number, index)
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
 
 
 def test_a_run_from_the_first_batch_to_the_last(stage: Stage) -> None:
@@ -416,11 +410,11 @@ print("answered")
 
 def test_killed_between_decision_and_answer_the_record_is_still_there(tmp_path: Path) -> None:
     script = KILLED.format(tests=str(Path(__file__).parent))
-    environment = {**os.environ, "PACELINE_FAULT": "feed.taken"}
+    environment = {**os.environ, "PACELINE_FAULT": "feed.given-not-sent"}
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     reader = RingReader.open(tmp_path / "rings" / "w0.ring")
-    scan = reader.scan()
+    scan = ownerless(reader).scan()
     assert not scan.alive
     assert [slot.batch for slot in scan.slots if slot.state is SlotState.READY] == [train(0, 0)]
     reader.close()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from paceline.common.ring import (
     remove_ring,
     ring_paths,
 )
+from waiting import PATIENCE, ownerless
 
 PEER = Path(__file__).with_name("ring_peer.py")
 FINGERPRINT = Fingerprint({"target": "tiny", "seed": 0})
@@ -49,8 +51,10 @@ def path(folder: Path) -> Path:
     return folder / "w0.ring"
 
 
-def open_ring(path: Path, slots: int = 4, slot_bytes: int = 8192, fingerprint: Fingerprint = FINGERPRINT) -> Ring:
-    return Ring.open(path, worker=path.stem, fingerprint=fingerprint, slots=slots, slot_bytes=slot_bytes, patience=0.0)
+def open_ring(path: Path, slots: int = 4, slot_bytes: int = 8192, **changes: Any) -> Ring:
+    """`path`'s ring; a living owner is not waited for."""
+    named: dict[str, Any] = {"fingerprint": FINGERPRINT, "patience": 0.0} | changes
+    return Ring.open(path, worker=path.stem, slots=slots, slot_bytes=slot_bytes, **named)
 
 
 def fill(ring: Ring, batch: int, length: int = 100) -> Slot:
@@ -183,8 +187,8 @@ def test_no_record_is_torn_or_lost_over_many_laps(path: Path, count: int, slot_b
             assert reader.release(slot.index, slot.seq)
             expected += 1
     assert writer.wait(30) == 0
-    scan = reader.scan()
-    assert scan.produced == count and scan.credit == 3 and not scan.alive
+    scan = ownerless(reader).scan()
+    assert scan.produced == count and scan.credit == 3
 
 
 def test_a_changed_payload_does_not_match_its_checksum(path: Path):
@@ -212,7 +216,7 @@ def test_a_second_owner_is_refused_and_told_who_holds_the_ring(path: Path):
     assert reader.scan().incarnation == incarnation and reader.scan().pid == owner.pid
     owner.send_signal(signal.SIGKILL)
     owner.wait(10)
-    assert not reader.probe()
+    assert not ownerless(reader).scan().alive
     ring = open_ring(path)
     assert reader.scan().incarnation == ring.incarnation != incarnation
 
@@ -249,7 +253,7 @@ def test_an_owner_killed_anywhere_leaves_a_ring_to_adopt(path: Path, fault: str,
         ring.close()
     writer = peer("write", path, 4, 8192, 3, fault=fault)
     assert writer.wait(20) == -signal.SIGKILL
-    ring = open_ring(path)
+    ring = open_ring(path, patience=PATIENCE)
     reader = RingReader.open(path)
     assert names(path.parent) == ["w0.ring"]
     assert len(ready(reader)) == committed and reader.scan().produced == produced
@@ -279,11 +283,11 @@ def test_ten_kills_leave_one_ring(path: Path):
     for slots, fault in ((slots, fault) for slots in (8, 6) for fault in points):
         assert peer("write", path, slots, 4096, 5, fault=fault).wait(20) == -signal.SIGKILL
         if path.exists():
-            reader = RingReader.open(path)
+            reader = ownerless(RingReader.open(path))
             for slot in ready(reader):
                 reader.release(slot.index, slot.seq)
             reader.close()
-    open_ring(path, slots=6, slot_bytes=4096).close()
+    open_ring(path, slots=6, slot_bytes=4096, patience=PATIENCE).close()
     assert names(path.parent) == ["w0.ring"]
 
 

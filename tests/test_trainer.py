@@ -291,9 +291,10 @@ def test_signal_in_an_evaluation(job: Job, undisturbed: dict[str, float]):
 def test_hours_are_counted_over_trainers(job: Job):
     job.settings["trainer"]["max_hours"] = 0.5 / 3600
     trainer = job.trainer(learner={"seconds": 0.1})
-    job.worker(0)
+    worker = job.worker(0, marker=False)
     output = ended(trainer, 0)
     assert "trainer.max_hours" in output
+    ended(worker, 0)
     report = job.audit()
     assert 0 < report.step < report.total_steps
     assert f"is finished: {report.step} steps" in ended(job.trainer(), 0)
@@ -405,6 +406,13 @@ def poison(job: Job, *indices: int) -> dict[str, Any]:
     return {"poison": [BatchId(Kind.TRAIN, 0, index).pack() for index in indices]}
 
 
+def one_error(output: str) -> str:
+    """The line in which the trainer says why it ends: the only one, and the last."""
+    lines = output.strip().splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], output
+    return lines[-1]
+
+
 def test_step_that_is_not_finite_is_listed_and_the_run_goes_on(job: Job):
     trainer = job.trainer(learner=poison(job, 3))
     job.worker(0)
@@ -420,8 +428,8 @@ def test_step_that_is_not_finite_is_listed_and_the_run_goes_on(job: Job):
 def test_several_steps_in_a_row_that_are_not_finite_stop_the_run(job: Job):
     trainer = job.trainer(learner=poison(job, 2, 4, 6))
     job.worker(0)
-    output = ended(trainer, 1)
-    assert "3 steps in a row had a loss or gradient that was not finite" in output
+    output = ended(trainer, 78)
+    assert one_error(output).startswith("error: 3 steps in a row had a loss or gradient that was not finite")
     report = job.audit()
     assert report.step == 4
     assert len(report.listed) == 6
@@ -432,9 +440,9 @@ def test_worker_that_writes_zeros_stops_the_run_by_name(job: Job):
     trainer = job.trainer(learner={"seconds": 0.05})
     job.worker(0, seconds=0.1)
     job.worker(1, harm="zero")
-    output = ended(trainer, 1)
-    assert "3 records in a row from worker w1 were refused (trainer.skip_limit)" in output
-    assert "all zero" in output
+    output = ended(trainer, 78)
+    assert one_error(output).startswith("error: 3 records in a row from worker w1 were refused (trainer.skip_limit)")
+    assert "all zero" in one_error(output)
     if ck.folders(job.checkpoints):
         job.audit()
 

@@ -19,6 +19,7 @@ from paceline.common.batch import BatchId, Kind
 from paceline.common.dataset import tokenizer_digest
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.fingerprint import run_fingerprint
+from paceline.common.finished import mark_finished
 from paceline.common.record import checksum, read_meta
 from paceline.common.ring import RingReader, SlotState
 from paceline.common.rows import Rows, RowsWriter
@@ -26,6 +27,7 @@ from paceline.common.runfile import RunFile
 from paceline.producer import worker as worker_module
 
 sys.path.insert(0, str(Path(__file__).parent))
+from waiting import ownerless, until
 from worker_peer import HIDDEN, StandIn, expected_states, stand_in_info
 
 PEER = Path(__file__).with_name("worker_peer.py")
@@ -144,13 +146,6 @@ def ready_batches(run):
     return views
 
 
-def wait_until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_record_holds_the_batch_and_describes_itself(run, feed):
     worker = InThread(run)
     hello = feed.hear(wire.Hello)
@@ -249,7 +244,7 @@ def test_a_vanished_ring_ends_the_worker(run, feed):
 
 def test_the_worker_comes_first_and_outlives_feeds(run):
     worker = InThread(run)
-    wait_until(ring_path(run).exists)
+    until(ring_path(run).exists)
     first = FeedEnd(paths.feed_address(run))
     incarnation = first.hear(wire.Hello).incarnation
     first.close()
@@ -263,9 +258,21 @@ def test_the_worker_comes_first_and_outlives_feeds(run):
 
 
 def test_a_finished_run_needs_no_worker(run):
-    paths.finished_path(run).touch()
+    mark_finished(run, 5)
     assert InThread(run).join() == 0
     assert not ring_path(run).exists()
+
+
+def test_a_run_that_was_finished_by_other_limits_is_not_finished(run, feed):
+    """Its trainer may be slower to start, and removes the marker only then."""
+    mark_finished(run, 5)
+    longer = run.model_copy(update={"trainer": run.trainer.model_copy(update={"epochs": run.trainer.epochs + 1})})
+    time.sleep(0.05)
+    worker = InThread(longer)
+    feed.hear(wire.Hello)
+    feed.hear(wire.Want)
+    mark_finished(run, 6)  # after its start: whoever says so knows more than it does
+    assert worker.join() == 0
 
 
 def test_rows_of_another_vocabulary_are_refused(run, tmp_path):
@@ -337,13 +344,13 @@ def test_what_a_killed_worker_committed_is_adopted(run, feed, start, point, kept
     assert process.wait(20) == -signal.SIGKILL
     assert list(ready_batches(run).values()) == [batch_word(0)] * kept
     old = reader(run)
-    assert not old.probe()
+    ownerless(old)
     again = InThread(run)
     hello = feed.hear(wire.Hello)
     assert hello.incarnation != killed.incarnation and hello.held == ()
     assert old.scan().incarnation == hello.incarnation and not old.replaced()
     feed.give(hello.incarnation, 0, 1)
-    wait_until(lambda: sorted(ready_batches(run).values()) == [batch_word(0), batch_word(1)])
+    until(lambda: sorted(ready_batches(run).values()) == [batch_word(0), batch_word(1)])
     old.retire()
     old.close()
     assert again.join() == 0
@@ -367,19 +374,19 @@ def test_sigterm_in_a_batch_gives_the_slot_back(run, feed, start):
     incarnation = feed.hear(wire.Hello).incarnation
     feed.give(incarnation, 0)
     ring = reader(run)
-    wait_until(lambda: any(view.state is SlotState.WRITING for view in ring.scan().slots))
+    until(lambda: any(view.state is SlotState.WRITING for view in ring.scan().slots))
     process.terminate()
     assert feed.hear(wire.Bye).incarnation == incarnation
     assert process.wait(20) == 0
-    scan = ring.scan()
-    assert not scan.alive and all(view.state is SlotState.FREE for view in scan.slots)
+    scan = ownerless(ring).scan()
+    assert all(view.state is SlotState.FREE for view in scan.slots)
     ring.close()
 
 
 def test_a_second_worker_of_one_name_is_refused_and_a_signal_ends_the_wait_for_a_trainer(run, start):
     process = start()
-    wait_until(ring_path(run).exists)
-    wait_until(lambda: reader(run).probe())
+    until(ring_path(run).exists)
+    until(lambda: reader(run).probe())
     second = start()
     assert second.wait(20) == 1
     message = second.stderr.read().strip()
