@@ -9,6 +9,8 @@ import os
 import socket
 import time
 
+_READY_PATIENCE_S = 10.0
+
 
 def notify(*lines: str) -> bool:
     """Sends assignments such as "READY=1" or "STATUS=loading" in one datagram. False if nobody listens."""
@@ -18,6 +20,8 @@ def notify(*lines: str) -> bool:
     if address.startswith("@"):
         address = "\0" + address[1:]
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        # A listener that hangs must not hold up a worker: only what is said once may wait for it, and not for ever.
+        sock.settimeout(_READY_PATIENCE_S if "READY=1" in lines else 0)
         sock.sendto("\n".join(lines).encode(), address)
         return True
     return False

@@ -76,14 +76,16 @@ class Stopped(BaseException):
         self.exit_code = 130 if number == signal.SIGINT else 0
 
 
-def main(run: RunFile, index: int, *, source: StateSource | None = None) -> int:
+def main(run: RunFile, index: int, *, device: str | None = None, source: StateSource | None = None) -> int:
     """Runs worker `index` of a run until it is finished, retired or told to stop. Returns the exit code.
+
+    `device`: where, instead of where the run file puts it.
 
     Raises ConfigError, RingBusy when a live process has this worker's ring, PacelineError when the ring vanished.
     """
     with _stop_signals() as pending:
         try:
-            return _serve(run, index, source, pending)
+            return _serve(run, index, device, source, pending)
         except Stopped as stopped:
             log.info("stopped by %s", stopped)
             return stopped.exit_code
@@ -112,7 +114,7 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[int]) -> int:
+def _serve(run: RunFile, index: int, device: str | None, source: StateSource | None, pending: list[int]) -> int:
     name = f"w{index}"
     if paths.finished_path(run).exists():
         log.info("%s: run %s is finished", name, run.name)
@@ -127,7 +129,7 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
         )
     spec = RecordSpec.of(run, info, layer_ids, run_fingerprint(run, rows, info, layer_ids))
     devices = assign_devices(run).workers
-    device = devices[index % len(devices)]
+    device = device or devices[index % len(devices)]
     budget = run.stream.token_budget
     ring = Ring.open(
         paths.ring_dir(run) / f"{name}.ring",
