@@ -325,7 +325,7 @@ class Supervisor:
             "run": self.run_file.name,
             "count": self.wanted.count,
             "stopping": self.code is not None,
-            "trainer": self.trainer.state,
+            "trainer": {"state": self.trainer.state, "pid": self.trainer.pid, "ready": self.trainer.ready},
             "rings": str(paths.ring_dir(self.run_file)),
             "workers": workers,
         }

@@ -323,7 +323,7 @@ class _Decision:
         return "done" if number < self.epoch or self.view.ledger.done_at(number, index) else None
 
     def _too_early(self, scan: RingScan, batch: int) -> str | None:
-        """A drained ring of a retired worker is removed: records of an evaluation yet to come would keep it till then."""
+        """A retired worker's ring is removed once drained: records of a coming evaluation would keep it till then."""
         phase = self.view.phase
         kept = batch >> 62 != Kind.EVAL or (phase is not None and phase.kind is Kind.EVAL)
         return "evaluation" if scan.retired and not scan.alive and not kept else None

@@ -31,6 +31,7 @@ from ..common import faults, paths
 from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices
+from ..common.drops import lost
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint, run_fingerprint
 from ..common.notify import Watchdog, notify
@@ -434,6 +435,8 @@ class Worker:
     # Messages
 
     def _send(self, message: Message) -> bool:
+        if lost():
+            return True
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:

@@ -33,7 +33,7 @@ from paceline.common.up import Policy, up
 from standins import HIDDEN, LAYERS, SocketGroup, SumLearner, stamp
 
 THIS = Path(__file__)
-PATIENCE = 120.0  # seconds that anything may take on a loaded machine
+PATIENCE = 300.0  # seconds that anything may take on a loaded machine
 
 
 def stand_in_info(folder: str) -> TargetInfo:
@@ -107,13 +107,10 @@ def run_trainer(run: RunFile, resume: str | None) -> int:
 
 @dataclass
 class StoppingLearner(SumLearner):
-    """In the sums over ranks of step `stop_step`, rank `stop_rank` does `stop_how` to itself: SIGKILL or SIGSTOP; once
-    in a run, as `stop_mark` tells. From step `gate_step` on nothing is trained until file `gate` is there."""
+    """`stops`: [step, rank, signal, mark]: in the sums over ranks of that step the rank gets the signal, unless file
+    `mark` says that it had it before. From step `gate_step` on nothing is trained until file `gate` is there."""
 
-    stop_step: int = -1
-    stop_rank: int = -1
-    stop_how: str = ""
-    stop_mark: str = ""
+    stops: list[tuple[int, int, str, str]] = field(default_factory=list)
     gate: str = ""
     gate_step: int = 0
     rank: int = 0
@@ -124,10 +121,10 @@ class StoppingLearner(SumLearner):
         super().train_record(meta, states, epoch)
 
     def reduce(self, group: Any) -> None:
-        mark = Path(self.stop_mark)
-        if (self.rank, self.steps) == (self.stop_rank, self.stop_step) and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.Signals[self.stop_how])
+        for step, rank, how, mark in self.stops:
+            if (step, rank) == (self.steps, self.rank) and not Path(mark).exists():
+                Path(mark).touch()
+                os.kill(os.getpid(), signal.Signals[how])
         group.all_reduce(np.zeros(1000))
 
 
@@ -259,9 +256,13 @@ class Live:
             time.sleep(0.02)
         return found
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """Of the training steps."""
+        file = Path(self.run.output) / "metrics.jsonl"
+        return [line for line in read_metrics(file) if line["kind"] == "train"] if file.exists() else []
+
     def steps(self) -> list[int]:
-        metrics = Path(self.run.output) / "metrics.jsonl"
-        return [line["step"] for line in read_metrics(metrics) if line["kind"] == "train"] if metrics.exists() else []
+        return [line["step"] for line in self.metrics()]
 
     def step_reached(self, step: int) -> None:
         self.wait_for(lambda: max(self.steps(), default=0) >= step)

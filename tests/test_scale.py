@@ -5,6 +5,8 @@ The runs are real processes on stamped states (live.py): what ends with a clean 
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +37,7 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
 
 def finish(live: Live) -> None:
     """To the end of the run; every batch trained once and no ring with anything in it."""
+    live.open()
     live.ended()
     newest, skipped = ck.newest_complete(paths.checkpoint_dir(live.run))
     assert newest is not None and not skipped
@@ -134,6 +137,64 @@ def test_a_killed_supervisor_comes_back_with_as_many(live: Live, capsys: pytest.
     live.start()
     live.wait_for(lambda: sorted(live.pids()) == ["w0", "w1", "w2"])
     finish(live)
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "ranks"), [(5, 3), (6, 2)])
+def test_every_rank_gets_as_much(live: Live, workers: int, ranks: int) -> None:
+    """With steps that do not divide by the ranks: none idles more than another."""
+    live.settings["workers"]["count"] = workers
+    live.settings["trainer"] |= {"ranks": ranks, "batches_per_step": 5, "epochs": 2}
+    live.start(LIVE_WORKER={"seconds": 0.05}, STANDIN_LEARNER={"seconds": 0.02})
+    finish(live)
+    by_rank = [sum(rank) for rank in zip(*(line["rank_records"] for line in live.metrics()), strict=True)]
+    assert len(by_rank) == ranks
+    assert max(by_rank) - min(by_rank) <= 2, "one at most in each epoch"
+
+
+@pytest.mark.slow
+def test_ranks_killed_and_stopped_in_a_sum_over_ranks(live: Live) -> None:
+    """Over gloo: the trainer ends within its bounds and is started again, the worker is left alone."""
+    live.settings["trainer"] |= {"ranks": 2, "epochs": 1, "hang_seconds": 10}
+    live.settings["checkpoint"]["every_steps"] = 1
+    killed, stopped = live.folder / "killed", live.folder / "stopped"
+    stops = [(4, 1, "SIGKILL", str(killed)), (8, 0, "SIGSTOP", str(stopped))]
+    live.start(LIVE_RANK="rank-gloo", STANDIN_LEARNER={"stops": stops, "seconds": 0.02})
+    live.wait_for(killed.exists)
+    workers = live.pids()
+    live.step_reached(6)
+    live.wait_for(stopped.exists)
+    live.step_reached(10)
+    assert live.pids() == workers
+    finish(live)
+    assert "rank 1 was killed by SIGKILL" in live.log()
+    assert "no progress for 10 s (trainer.hang_seconds): rank 0 (step)" in live.log()
+    assert live.log().count("trainer started again") == 2
+
+
+def test_a_resumed_trainer_has_no_record_made_again_that_is_in_a_ring(live: Live) -> None:
+    live.settings["workers"]["count"] = 2
+    live.settings["trainer"]["epochs"] = 1
+    live.settings["evaluation"] = {"every_steps": 0, "at_end": False}
+    live.settings["checkpoint"]["every_steps"] = 4
+    live.start(STANDIN_LEARNER=live.gated(6))
+    live.step_reached(6)
+    live.wait_for(lambda: all(ring.count("ready") + ring.count("taken") == 3 for ring in live.rings()))
+    before = {ring.worker: ring.produced for ring in live.rings()}
+    trainer = int(paths.consumer_lock(live.run).read_text().split()[0])
+    os.kill(trainer, signal.SIGKILL)
+    live.wait_for(lambda: "resuming run live-" in live.log())
+    found = re.search(r"resuming run live-\w+ at step (\d+)", live.log())
+    assert found is not None
+    finish(live)
+    newest, _ = ck.newest_complete(paths.checkpoint_dir(live.run))
+    assert newest is not None
+    undone = audit(newest).planned - 2 * int(found[1])
+    made = sum(ring.produced - before[ring.worker] for ring in live.rings())
+    assert made == undone - 6, "the six records that were in the rings were used as they were"
 
 
 # The parts ------------------------------------------------------------------------------------------------------------
