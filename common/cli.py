@@ -7,6 +7,7 @@ of paceline and shows its traceback. PACELINE_DEBUG=1 shows every traceback.
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,10 +260,15 @@ def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bo
 @cli.command()
 @_run_or_instance_argument
 @click.option("--worker", type=click.IntRange(min=0), default=0, show_default=True, help="Which worker this is.")
+@click.option("--device", metavar="NAME", help="cpu or cuda:N. Default: where the run file puts it.")
 @_instance_option
 @_set_option
-def producer(run_path: Path | None, worker: int, instance: str | None, overrides: tuple[str, ...]) -> int:
+def producer(
+    run_path: Path | None, worker: int, device: str | None, instance: str | None, overrides: tuple[str, ...]
+) -> int:
     """Run one target worker in the foreground."""
+    if device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
+        raise UsageError(f"--device {device}: cpu, cuda or cuda:N was expected")
     if instance is not None:
         from .units import split_instance
 
@@ -272,7 +278,7 @@ def producer(run_path: Path | None, worker: int, instance: str | None, overrides
     _yield_idle_cores()
     from ..producer.worker import main as worker_main
 
-    return worker_main(run, worker)
+    return worker_main(run, worker, device=device)
 
 
 @cli.command()
@@ -288,6 +294,49 @@ def consumer(run_path: Path | None, instance: str | None, overrides: tuple[str, 
     from ..consumer.trainer import main as trainer_main
 
     return trainer_main(run, resume)
+
+
+_live_run_argument = click.argument("run", metavar="RUN")
+
+
+@cli.command()
+@_live_run_argument
+@click.argument("count", metavar="N", type=click.IntRange(min=0))
+@click.option(
+    "--gpu",
+    "gpus",
+    type=click.IntRange(min=0),
+    multiple=True,
+    help="Put new workers on this GPU, also one that is not in the run file. Repeatable: taken in turn.",
+)
+def scale(run: str, count: int, gpus: tuple[int, ...]) -> None:
+    """Give a live run N workers, and wait until it has them.
+
+    RUN is a run's name or its file. New workers warm up before they take work. Of more than N the highest leave: each
+    makes its batch to the end, what is in its ring is trained, then the ring is removed.
+    """
+    from .scale import scale as scale_run
+
+    name, folder = _live_run(run)
+    scale_run(name, folder / name, count, gpus, click.echo)
+
+
+@cli.command()
+@_live_run_argument
+def stop(run: str) -> None:
+    """Stop a live run with a checkpoint, and wait until it has ended.
+
+    RUN is a run's name or its file.
+    """
+    from .scale import stop as stop_run
+
+    stop_run(_live_run(run)[0], click.echo)
+
+
+def _live_run(run: str) -> tuple[str, Path]:
+    name, folder = _run_reference(run)
+    assert name is not None
+    return name, folder
 
 
 # Looking

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 
-SEND_SECONDS = 2.0
+READY_SECONDS = 10.0
 
 
 def notify(*lines: str) -> bool:
@@ -23,7 +23,8 @@ def notify(*lines: str) -> bool:
     if address.startswith("@"):
         address = "\0" + address[1:]
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(SEND_SECONDS)
+        # A listener that hangs must not hold up a worker: only what is said once may wait for it, and not for ever.
+        sock.settimeout(READY_SECONDS if "READY=1" in lines else 0)
         sock.sendto("\n".join(lines).encode(), address)
         return True
     return False

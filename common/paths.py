@@ -1,6 +1,6 @@
 """Where everything of a run is.
 
-    <run directory>/    sockets, consumer.lock, rank locks, status.json, finished      `run_dir`
+    <run directory>/    sockets, locks, status.json, workers.json, finished            `run_dir`
     <ring_dir>/<run>/   rings, one file a worker                                       `ring_dir`
     <output>/           checkpoints, metrics, logs                                     `output_dir`
     <cache>/            prepared rows, converted targets, compile caches               `cache_dir`
@@ -146,6 +146,21 @@ def rank_lock(run: "RunFile", rank: int) -> Path:
 def up_lock(run: "RunFile") -> Path:
     """Held by the run's supervisor (`paceline up`) for life."""
     return run_dir(run.name) / "up.lock"
+
+
+def up_socket(folder: Path) -> Path:
+    """Where the supervisor takes requests, in a run directory."""
+    return folder / "up.sock"
+
+
+def ready_socket(folder: Path) -> Path:
+    """Where the supervisor's children say that they are up, in a run directory."""
+    return folder / "ready.sock"
+
+
+def wanted_path(folder: Path) -> Path:
+    """How many workers the run was scaled to, in a run directory."""
+    return folder / "workers.json"
 
 
 def status_path(run: "RunFile") -> Path:

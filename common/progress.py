@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _LOG_LINE = re.compile(r"\[[^]]*\] step=\d+ loss=")
 _RELAYED = ("trainer", "prepare")  # whose lines a terminal shows as they come
+_UP = ("to start", "running", "restarts")  # states of a child that is part of the run
 _STYLES = {"running": "green", "restarts": "yellow", "failed": "bold red", "left": "dim", "stopped": "dim"}
 
 
@@ -63,6 +64,7 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
         self._begun = time.time()
+        self._workers = run.workers.count
         self._last: Status | None = None
 
     def event(self, text: str, urgent: bool = False) -> None:
@@ -80,6 +82,8 @@ class LiveView:
 
     def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
         self._last = status or self._last
+        if any(child.name == "trainer" for child in children):
+            self._workers = sum(child.name != "trainer" and child.state in _UP for child in children)
         self._live.update(self._screen(children, status), refresh=True)
 
     def close(self) -> None:
@@ -101,7 +105,7 @@ class LiveView:
     def _title(self) -> Text:
         run = self._run
         text = Text.assemble(("paceline ", "bold"), (run.name, "bold cyan"))
-        shape = f"  {run.workers.count}-{run.trainer.ranks}: {_count(run.workers.count, 'worker')}, "
+        shape = f"  {self._workers}-{run.trainer.ranks}: {_count(self._workers, 'worker')}, "
         text.append(f"{shape}{_count(run.trainer.ranks, 'rank')}  up {duration(time.time() - self._begun)}", "dim")
         return text
 

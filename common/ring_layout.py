@@ -234,6 +234,11 @@ def decode_live(page: bytes | memoryview) -> LiveWords:
     return LiveWords(incarnation, pid, last_seq, produced, device, retired == incarnation)
 
 
+def write_retired(fd: int, incarnation: int) -> None:
+    """Retires an owner as `RingReader.retire` does, without mapping the file (a mapping takes numpy)."""
+    os.pwrite(fd, _WORD.pack(incarnation), RETIRED * 8)
+
+
 def read_ring(fd: int, path: Path) -> RingRead:
     """Reads and checks a ring file whole, payloads apart; allocates and changes nothing.
 

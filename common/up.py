@@ -6,10 +6,15 @@ log after it: a supervisor that is stopped or killed never blocks a child or bre
 
     exit 0              the trainer: the run is over, workers leave or are sent SIGTERM; a worker: it left
     exit 2, 78          wrong use or configuration: everything stops with that code; the child's lines say why
-    anything else       started again after a pause, at most `Policy.limit` times in `Policy.window` seconds
+    anything else       started again after a pause, at most `Policy.limit` times in `Policy.window` seconds, and fewer
+                        times if it always ends by itself right after its start
     Ctrl-C, SIGTERM     the trainer is told first and writes a checkpoint; a second Ctrl-C kills
+    paceline scale      workers are added, or told to leave through their rings (`scale`); one that does not come up
+                        when it is added is given up, and the run goes on without it
+    paceline stop       as SIGTERM
 
-The supervisor is one thread: PR_SET_PDEATHSIG follows the thread that forks, and `preexec_fn` wants no others.
+The supervisor is one thread: PR_SET_PDEATHSIG follows the thread that forks, and `preexec_fn` wants no others. (numpy,
+which would start some, is not imported.) Requests and news from children come over two sockets (`control`).
 """
 
 import contextlib
@@ -28,10 +33,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import paths
-from .errors import ConfigError, PacelineError
+from .control import Control, ReadySocket
+from .devices import gpu_count
+from .errors import ConfigError, PacelineError, UsageError
 from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
+from .scale import Wanted, gpu_devices, retire, retire_dead, worker_index
 from .telemetry import STALE_SECONDS, Status, read_status
 
 TRAINER = "trainer"
@@ -39,6 +47,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FATAL = (2, 78)
 _TICK = 0.2  # seconds between looks at children, logs and status
+MAX_WORKERS = 1024
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,10 @@ class Policy:
     window: float = 300.0  # ... within so long end the run
     first_pause: float = 1.0  # doubles with each failure in the window
     longest_pause: float = 30.0
+    quick: float = 20.0  # a child that ends by itself so soon after its start and was never up ...
+    quick_limit: int = 3  # ... so many times in a row ends the run too
+    drain: float = 120.0  # for a worker that is removed to finish its batch; then SIGTERM
+    drain_kill: float = 30.0  # from that SIGTERM to SIGKILL
     leave: float = 15.0  # for workers to find that the run is over
     stop: float = 300.0  # from SIGTERM to SIGKILL: a checkpoint must fit
 
@@ -81,11 +94,18 @@ class Child:
     command: list[str]
     log: Path
     state: str = "to start"  # "running", "restarts", "left", "failed", "stopped"
+    device: str = ""  # of a worker that was given one; else it is placed by the run file
+    extra: bool = False  # added to a live run, which goes on without it if it does not come up
+    ready: bool = False  # said so since its last start
+    was_ready: bool = False  # since any start
+    leave_at: float | None = None  # of a worker that is removed: time.monotonic() of the next, stronger word to it
+    told: bool = False  # by SIGTERM to leave
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0  # time.time()
     restarts: int = 0
     start_at: float = 0.0  # time.monotonic(), when it is to be started again
     failures: deque[float] = field(default_factory=deque)
+    quick_failures: int = 0  # in a row
     own_lines: deque[str] = field(default_factory=lambda: deque(maxlen=15))
     tail: Tail | None = None
 
@@ -103,7 +123,7 @@ class Child:
         with open(self.log, "ab") as log:
             self.tail = Tail(self.log)
             self.own_lines.clear()
-            self.started, self.state, self.start_at = time.time(), "running", 0.0
+            self.started, self.state, self.start_at, self.ready = time.time(), "running", 0.0, False
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -165,9 +185,13 @@ class Supervisor:
         *,
         prepare: Child | None = None,
         policy: Policy | None = None,
+        make_worker: "MakeWorker | None" = None,
+        wanted: Wanted | None = None,
     ) -> None:
         self.run_file, self.trainer, self.workers, self.view = run, trainer, list(workers), view
-        self.prepare, self.policy = prepare, policy or Policy()
+        self.prepare, self.policy, self.make_worker = prepare, policy or Policy(), make_worker
+        self.wanted = wanted or Wanted(len(self.workers))
+        self._folder = paths.run_dir(run.name)
         self.active: list[Child] = []
         self.code: int | None = None  # set once the run is being ended
         self._kill_at = float("inf")
@@ -178,12 +202,13 @@ class Supervisor:
         self._environment["PYTHONUNBUFFERED"] = "1"
 
     def run(self) -> int:
-        with self._signals() as wake:
+        with self._signals() as wake, self._sockets():
             try:
                 if self.prepare and not self._run_alone(self.prepare, wake):
                     return self.code or 0
                 # The marker of an earlier run of this name would send the workers home; this trainer writes its own.
                 clear_finished(self.run_file)
+                retire_dead(paths.ring_dir(self.run_file), self.wanted.count)
                 self._loop([self.trainer, *self.workers], wake)
             finally:
                 for child in self.active:
@@ -205,19 +230,38 @@ class Supervisor:
             child.start(self._environment)
         while any(child.state in ("running", "restarts") for child in self.active):
             self._handle_signals()
-            for child in self.active:
+            self._note_ready()
+            for child in list(self.active):
                 self._relay(child)
                 if (code := child.reap()) is not None:
                     self._relay(child, last=True)
                     self._ended(child, code)
             self._restart_due()
+            self._control.serve()
             self._enforce_deadlines()
             self.view.refresh(self.active, self._status())
+            select.select([wake, self._ready, *self._control.descriptors()], [], [], _TICK)
             with contextlib.suppress(BlockingIOError):
-                if select.select([wake], [], [], _TICK)[0]:
-                    os.read(wake, 512)
+                os.read(wake, 512)
 
-    # Signals
+    # Signals and sockets
+
+    @contextlib.contextmanager
+    def _sockets(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            self._control = Control(paths.up_socket(self._folder), self._answer)
+            stack.callback(self._control.close)
+            self._ready = ReadySocket(paths.ready_socket(self._folder))
+            stack.callback(self._ready.close)
+            self._environment["NOTIFY_SOCKET"] = str(self._ready.path)
+            yield
+
+    def _note_ready(self) -> None:
+        pids = set(self._ready.ready())
+        for child in self.active:
+            if child.state == "running" and child.pid in pids:
+                child.ready = child.was_ready = True
+                child.quick_failures = 0
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[int]:
@@ -247,10 +291,115 @@ class Supervisor:
             elif self.code is None:
                 interrupted = number == signal.SIGINT
                 hint = " (Ctrl-C again kills)" if interrupted else ""
-                saves = ": the trainer writes a checkpoint" if self.trainer.state == "running" else ""
-                self._stop(130 if interrupted else 0, f"stopping{saves}{hint}")
+                self._stop(130 if interrupted else 0, f"stopping{self._saves}{hint}")
+
+    # Requests
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What another process asks for: "show", "scale" or "stop". Raises PacelineError to refuse."""
+        match request.get("do"):
+            case "show":
+                return self._show()
+            case "stop":
+                if self.code is None:
+                    self._stop(0, f"stopping, as asked{self._saves}")
+                return {"said": "stopping"}
+            case "scale":
+                return {"said": self._scale(request.get("count"), request.get("gpus"))}
+        raise UsageError("the supervisor is of another version of paceline")
+
+    def _show(self) -> dict[str, Any]:
+        """The topology now. Lines are cut: an answer has a bound."""
+        workers = [
+            {
+                "name": child.name,
+                "pid": child.pid if child.state == "running" else None,
+                "state": child.state,
+                "ready": child.ready and child.state == "running",
+                "device": child.device,
+                "said": child.last_line[:200],
+                "log": str(child.log),
+            }
+            for child in self.workers
+        ]
+        return {
+            "run": self.run_file.name,
+            "count": self.wanted.count,
+            "stopping": self.code is not None,
+            "trainer": {"state": self.trainer.state, "pid": self.trainer.pid, "ready": self.trainer.ready},
+            "rings": str(paths.ring_dir(self.run_file)),
+            "workers": workers,
+        }
+
+    def _scale(self, count: Any, gpus: Any) -> str:
+        """Starts and removes workers; returns what is done. Nothing is done if it raises."""
+        if type(count) is not int or not 0 <= count <= MAX_WORKERS:
+            raise UsageError(f"the number of workers: 0 to {MAX_WORKERS} was expected")
+        if self.code is not None or self.trainer not in self.active or self.make_worker is None:
+            doing = "is stopping" if self.code is not None else "is not training yet"
+            raise PacelineError(f"run {self.run_file.name} {doing}: ask again later")
+        here = {worker_index(child.name): child for child in self.workers}
+        leaving = {index for index, child in here.items() if child.leave_at is not None}
+        up = {index for index, child in here.items() if child.state not in ("left", "failed")}
+        new = [index for index in range(count) if index not in up or index in leaving]
+        gone = [child for index, child in here.items() if (index or 0) >= count and index not in leaving]
+        devices = gpu_devices(gpus, gpu_count() if gpus else 0)
+        if devices and not new:
+            raise UsageError(
+                f"--gpu places new workers, and {count} would add none to the {self.wanted.count} there are"
+            )
+        placed = {index: devices[place % len(devices)] for place, index in enumerate(new)} if devices else {}
+        self.wanted = self.wanted.scaled(count, placed)
+        self.wanted.write(self._folder, self.run_file.workers.count)
+        for index in new:
+            if index not in leaving:  # else its name is free once it has left: `_forget` starts it
+                self._add(index)
+        for child in reversed(gone):
+            self._remove(child)
+        parts = [f"starts {_names(new)}"] if new else []
+        parts += [f"removes {', '.join(child.name for child in gone)}"] if gone else []
+        said = f"{_workers(count)}: {' and '.join(parts) or 'nothing to change'}"
+        self.view.event(said)
+        return said
+
+    def _add(self, index: int) -> None:
+        assert self.make_worker is not None
+        child = self.make_worker(index, self.wanted.devices.get(index))
+        child.extra = True
+        self.workers = [old for old in self.workers if old.name != child.name]
+        self.active = [old for old in self.active if old.name != child.name]
+        self.workers.append(child)
+        self.workers.sort(key=lambda worker: worker_index(worker.name) or 0)
+        self.active = [child for child in self.active if child not in self.workers] + self.workers
+        child.start(self._environment)
+
+    def _remove(self, child: Child) -> None:
+        """Asks a worker to go: through its ring, which it looks at between batches, or SIGTERM while it loads."""
+        retire(self._ring(child))
+        if child.state != "running":
+            self._forget(child)
+            return
+        child.leave_at = time.monotonic() + (self.policy.drain if child.ready else 0.0)
+
+    def _ring(self, child: Child) -> Path:
+        return paths.ring_dir(self.run_file) / f"{child.name}.ring"
+
+    def _forget(self, child: Child) -> None:
+        """A worker that was to go is gone; its ring's last owner is retired, whichever that was."""
+        self.workers.remove(child)
+        self.active.remove(child)
+        retire(self._ring(child))
+        index = worker_index(child.name)
+        if index is not None and index < self.wanted.count and self.code is None:  # wanted again meanwhile
+            self._add(index)
+        else:
+            self.view.event(f"{child.name} is removed")
 
     # Children
+
+    @property
+    def _saves(self) -> str:
+        return ": the trainer writes a checkpoint" if self.trainer.state == "running" else ""
 
     def _relay(self, child: Child, last: bool = False) -> None:
         for text in child.tail.lines(last) if child.tail else []:
@@ -263,6 +412,8 @@ class Supervisor:
     def _ended(self, child: Child, code: int) -> None:
         if self.code is not None:
             self._ended_while_stopping(child, code)
+        elif child.leave_at is not None:
+            self._forget(child)
         elif code == 0:
             child.state = "left"
             if child is self.trainer:
@@ -270,6 +421,8 @@ class Supervisor:
             elif child in self.workers:
                 self.view.event(f"{child.name} left")
                 self._alone_at = time.monotonic() + self.policy.leave
+        elif code in _FATAL and child.extra and not child.was_ready:
+            self._give_up(child, _died(code))
         elif code in _FATAL or child is self.prepare:
             self._show_failure(child, f"{child.name} {_died(code)}")
             child.state = "failed"
@@ -290,14 +443,29 @@ class Supervisor:
         child.failures.append(now)
         while child.failures[0] < now - policy.window:
             child.failures.popleft()
-        if len(child.failures) >= policy.limit:
-            child.state = "failed"
-            self._show_failure(child, f"{child.name} {_died(code)}: {policy.limit} times in {policy.window:.0f} s")
-            self._stop(1, f"stopping: {child.name} does not stay up")
+        # A signal is somebody's doing, a child that was up can be so again; one that ends by itself at once cannot.
+        quick = code > 0 and not child.was_ready and time.time() - child.started < policy.quick
+        child.quick_failures = child.quick_failures + 1 if quick else 0
+        often = ""
+        if child.quick_failures >= policy.quick_limit:
+            often = f"{policy.quick_limit} times in a row right after its start"
+        elif len(child.failures) >= policy.limit:
+            often = f"{policy.limit} times in {policy.window:.0f} s"
+        if often:
+            self._give_up(child, f"{_died(code)}: {often}")
             return
         pause = min(policy.first_pause * 2 ** (len(child.failures) - 1), policy.longest_pause)
         child.state, child.start_at = "restarts", now + pause
         self._show_failure(child, f"{child.name} {_died(code)}; starting it again in {pause:.0f} s")
+
+    def _give_up(self, child: Child, how: str) -> None:
+        """A child that does not stay up ends the run, unless it was added to it and never was a part of it."""
+        child.state = "failed"
+        self._show_failure(child, f"{child.name} {how}")
+        if child.extra and not child.was_ready:
+            self.view.event(f"the run goes on without {child.name}", urgent=True)
+        else:
+            self._stop(1, f"stopping: {child.name} does not stay up")
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
@@ -321,6 +489,8 @@ class Supervisor:
 
     def _finish(self) -> None:
         finished = paths.finished_path(self.run_file).exists()
+        if finished:
+            paths.wanted_path(self._folder).unlink(missing_ok=True)
         self.code = 0
         self.view.event("the run is finished" if finished else "the trainer has stopped")
         self._term_workers_at = time.monotonic() + (self.policy.leave if finished else 0)
@@ -342,6 +512,9 @@ class Supervisor:
             self._alone_at = float("inf")
             if self.code is None and all(worker.state == "left" for worker in self.workers):
                 self.view.event("no workers are left; the trainer waits (Ctrl-C stops it)", urgent=True)
+        for child in running:
+            if child.leave_at is not None and now >= child.leave_at and self.code is None:
+                self._press(child)
         if now >= self._term_workers_at:
             self._term_workers_at = float("inf")
             for child in running:
@@ -352,6 +525,15 @@ class Supervisor:
                 self.view.event(f"{child.name} did not stop within {self.policy.stop:.0f} s: killed", urgent=True)
                 child.kill_group()
                 self.code = self.code or 1
+
+    def _press(self, child: Child) -> None:
+        """The next word to a worker that is to go and has not gone: SIGTERM, then SIGKILL."""
+        if child.told:
+            self.view.event(f"{child.name} does not leave: killed", urgent=True)
+            child.kill_group()
+        else:
+            child.signal(signal.SIGTERM)
+        child.told, child.leave_at = True, time.monotonic() + self.policy.drain_kill
 
     def _status(self) -> Status | None:
         """status.json, if this trainer wrote it and lately."""
@@ -370,6 +552,14 @@ def _died(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def _names(indices: Sequence[int]) -> str:
+    return ", ".join(f"w{index}" for index in indices)
+
+
 def _without_resume(command: list[str]) -> list[str]:
     """A chosen checkpoint is for the first start; later ones go on from the newest."""
     if "--resume" not in command:
@@ -381,6 +571,7 @@ def _without_resume(command: list[str]) -> list[str]:
 # The children of a run
 
 Command = Callable[[str, Sequence[str]], list[str]]
+MakeWorker = Callable[[int, str | None], Child]
 
 
 def paceline_command(command: str, arguments: Sequence[str]) -> list[str]:
@@ -422,10 +613,28 @@ def up(
         def child(name: str, verb: str, *more: str) -> Child:
             return Child(name, command(verb, [*arguments, *more]), logs / f"{name}.log")
 
+        def worker(index: int, device: str | None = None) -> Child:
+            place = ("--device", device) if device else ()
+            made = child(f"w{index}", "producer", "--worker", str(index), *place)
+            made.device, made.extra = device or "", index >= run.workers.count
+            return made
+
+        wanted = Wanted.read(paths.run_dir(run.name), run.workers.count)
         trainer = child(TRAINER, "consumer", *(("--resume", resume) if resume else ()))
-        workers = [child(f"w{index}", "producer", "--worker", str(index)) for index in range(run.workers.count)]
-        prepare = child("prepare", "prepare")
-        return Supervisor(run, trainer, workers, view or make_view(run, plain), prepare=prepare, policy=policy).run()
+        workers = [worker(index, wanted.devices.get(index)) for index in range(wanted.count)]
+        view = view or make_view(run, plain)
+        if wanted.count != run.workers.count:
+            view.event(f"{_workers(wanted.count)}, as it was scaled to; workers.count is {run.workers.count}")
+        return Supervisor(
+            run,
+            trainer,
+            workers,
+            view,
+            prepare=child("prepare", "prepare"),
+            policy=policy,
+            make_worker=worker,
+            wanted=wanted,
+        ).run()
 
 
 def _log_folder(run: RunFile) -> Path:

@@ -200,6 +200,25 @@ def phase_size(plan: FeedPlan, phase: Phase) -> int:
     return plan.eval_batches if phase.kind is Kind.EVAL else plan.step_batches(phase.number)
 
 
+def turn(plan: FeedPlan, phase: Phase, rank: int, ranks: int) -> int:
+    """The first record of a phase, by its place j in it, that is dealt to the rank: it gets each `ranks`-th from there.
+
+    Records are dealt in turn, and dealing goes on in the next step where it was, so that no rank gets more of an epoch
+    than another by more than one record, whatever their number, the size of a step and how fast they ask.
+    """
+    if phase.kind is Kind.EVAL:
+        before = phase.number // max(1, plan.eval_every)
+    else:
+        epoch = plan.epoch_of(phase.number)
+        before = epoch + (phase.number - plan.first_step(epoch)) * plan.batches_per_step
+    return (rank - before) % ranks
+
+
+def share(plan: FeedPlan, phase: Phase, rank: int, ranks: int) -> int:
+    """How many records of the phase are the rank's."""
+    return len(range(turn(plan, phase, rank, ranks), phase_size(plan, phase), ranks))
+
+
 def phase_after(plan: FeedPlan, phase: Phase) -> Phase | None:
     following = plan.next_phase(*phase)
     return None if following is None else Phase(*following)
@@ -303,6 +322,12 @@ class _Decision:
             return "foreign"
         return "done" if number < self.epoch or self.view.ledger.done_at(number, index) else None
 
+    def _too_early(self, scan: RingScan, batch: int) -> str | None:
+        """A retired worker's ring is removed once drained: records of a coming evaluation would keep it till then."""
+        phase = self.view.phase
+        kept = batch >> 62 != Kind.EVAL or (phase is not None and phase.kind is Kind.EVAL)
+        return "evaluation" if scan.retired and not scan.alive and not kept else None
+
     def sort_records(self) -> None:
         """Find the READY records that count; free the others that no rank holds (rule 3)."""
         copies: dict[int, list[tuple[_RingState, Place]]] = {}
@@ -317,7 +342,7 @@ class _Decision:
                     ring.taken += 1
                     continue
                 ring.made.add(slot.batch)
-                if why := self._unwanted(slot.batch):
+                if why := self._unwanted(slot.batch) or self._too_early(scan, slot.batch):
                     self._free(ring, place, slot.batch, why)
                 else:
                     copies.setdefault(slot.batch, []).append((ring, place))
@@ -391,21 +416,22 @@ class _Decision:
             return None
         if phase.kind is Kind.TRAIN and self.view.strict:
             return self._place_in_step(rank, phase, size, {batch for _, batch in given})
-        if mine >= -(-size // self.view.ranks):
-            return None  # a record is kept for each slower rank: a step ends with its last rank
+        if mine >= share(self.plan, phase, rank, self.view.ranks):
+            return None  # the others are kept for slower ranks: a step ends with its last rank
         if phase.kind is Kind.EVAL:
             return _span(Kind.EVAL, phase.number, size)
         epoch = self.plan.epoch_of(phase.number)
         return _span(Kind.TRAIN, epoch, self.plan.batches(epoch))
 
     def _place_in_step(self, rank: int, phase: Phase, size: int, given: set[int]) -> Span | None:
-        """Strict order: record j of a step goes to rank j % M, and each rank gets its own in plan order."""
+        """Strict order: each rank gets those dealt to it, and in plan order."""
         epoch = self.plan.epoch_of(phase.number)
         first, _ = _span(Kind.TRAIN, epoch, 0)
         earlier = {batch for other, had in self.given.items() if other != phase for _, batch in had}
         undone = (first + index for index in self.view.ledger.undone(epoch, self.plan.batches(epoch)))
         step = islice((b for b in undone if phase == self.view.phase or b not in earlier), size)
-        batch = next((b for b in islice(step, rank, None, self.view.ranks) if b not in given), None)
+        dealt = islice(step, turn(self.plan, phase, rank, self.view.ranks), None, self.view.ranks)
+        batch = next((b for b in dealt if b not in given), None)
         return None if batch is None else (batch, batch + 1)
 
     def _give(self, request: Request, batch: int) -> None:

@@ -27,6 +27,7 @@ import zmq
 
 from ..common import faults, wire
 from ..common.batch import BatchId
+from ..common.drops import lost
 from ..common.errors import ConfigError
 from ..common.fingerprint import Fingerprint
 from ..common.ring import RingInvalid, RingReader, RingScan, SlotState, ring_paths
@@ -385,6 +386,8 @@ class Feeder:
 
     def _send(self, socket: "zmq.Socket[bytes]", route: bytes, message: wire.Message) -> None:
         """Send if the peer is there and takes it; what is lost is asked for again."""
+        if lost():
+            return
         try:
             socket.send_multipart([route, wire.encode(message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:

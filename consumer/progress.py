@@ -87,7 +87,8 @@ class Progress:
         self._made = [one for one in self._made if now - one[0] <= _REMEMBER_S]
         self._made.append((now, self._total_made, self._total_waited))
         alive = sum(worker.alive for worker in snapshot.workers)
-        self.status |= {"workers": alive, "q_pre": snapshot.q_pre, "q_hs": snapshot.q_hs}
+        names = [worker.worker for worker in snapshot.workers]
+        self.status |= {"workers": alive, "names": names, "q_pre": snapshot.q_pre, "q_hs": snapshot.q_hs}
         first, seconds = self._made[0], now - self._made[0][0]
         if seconds > 1:
             self.status["target_bps"] = (self._total_made - first[1]) / seconds

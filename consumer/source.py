@@ -29,6 +29,7 @@ import zmq
 
 from ..common import wire
 from ..common.batch import BatchId, Kind
+from ..common.drops import lost
 from ..common.errors import PacelineError
 from ..common.faults import point
 from ..common.record import RecordMeta, checksum
@@ -273,6 +274,8 @@ class RecordSource:
             point("rank.asked")
 
     def _send(self, socket: "zmq.Socket[bytes]", message: wire.Message) -> None:
+        if lost():
+            return
         try:
             socket.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:

@@ -315,6 +315,8 @@ class Training:
             "records_per_s": records / wall,
             "wait_data": min(1.0, waited / wall),
             "wait_gpu": min(1.0, busy / wall),
+            "rank_records": [len(one.batches) for one in everyone],
+            "rank_wait": [min(1.0, one.data_s / wall) for one in everyone],
             "peak_memory": max(one.memory for one in everyone),
         }
 

@@ -30,6 +30,7 @@ from ..common import faults, paths
 from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices
+from ..common.drops import lost
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint, run_fingerprint
 from ..common.finished import is_finished
@@ -88,14 +89,16 @@ class Stopped(BaseException):
         self.exit_code = 130 if number == signal.SIGINT else 0
 
 
-def main(run: RunFile, index: int, *, source: StateSource | None = None) -> int:
+def main(run: RunFile, index: int, *, device: str | None = None, source: StateSource | None = None) -> int:
     """Runs worker `index` of a run until it is finished, retired or told to stop. Returns the exit code.
+
+    `device`: where, instead of where the run file puts it.
 
     Raises ConfigError, RingBusy when a live process has this worker's ring, PacelineError when the ring vanished.
     """
     with _stop_signals() as pending:
         try:
-            return _serve(run, index, source, pending)
+            return _serve(run, index, device, source, pending)
         except Stopped as stopped:
             log.info("stopped by %s", stopped)
             notify("STOPPING=1")
@@ -123,7 +126,7 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[int]) -> int:
+def _serve(run: RunFile, index: int, device: str | None, source: StateSource | None, pending: list[int]) -> int:
     name = f"w{index}"
     started = time.time()
     if is_finished(run, started):
@@ -141,7 +144,7 @@ def _serve(run: RunFile, index: int, source: StateSource | None, pending: list[i
         )
     spec = RecordSpec.of(run, info, layer_ids, run_fingerprint(run, rows, info, layer_ids))
     devices = assign_devices(run).workers
-    device = devices[index % len(devices)]
+    device = device or devices[index % len(devices)]
     budget = run.stream.token_budget
     notify("STATUS=opening the ring")
     ring = Ring.open(
@@ -463,6 +466,8 @@ class Worker:
     # Messages
 
     def _send(self, message: Message) -> bool:
+        if lost():
+            return True
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:

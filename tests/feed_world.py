@@ -412,8 +412,9 @@ class World:
             step = [train(epoch, first + j) for j in range(len(batches))]
             assert batches == step
             for rank in self.ranks:
-                mine = [batch for batch in step[rank.number :: len(self.ranks)] if batch not in listed]
-                assert rank.trained == mine, "strict order: record j of a step goes to rank j % M, in order"
+                dealt = step[(rank.number - epoch - first) % len(self.ranks) :: len(self.ranks)]
+                mine = [batch for batch in dealt if batch not in listed]
+                assert rank.trained == mine, "strict order: records are dealt in turn, on over an epoch, and in order"
 
     # ---- workers
 

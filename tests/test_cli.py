@@ -75,6 +75,8 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], run_path: Path) -> Non
     assert fail(capsys, "nope") == (2, "paceline: No such command 'nope'. (see paceline --help)\n")
     assert fail(capsys, "up")[0] == 2
     assert fail(capsys, "producer", str(run_path), "--worker", "-1")[0] == 2
+    code, error = fail(capsys, "producer", str(run_path), "--device", "gpu7")
+    assert code == 2 and "cpu, cuda or cuda:N" in error
     code, error = fail(capsys, "up", str(run_path), "--set", "trainer.epochs")
     assert code == 2 and "key=value" in error
     assert fail(capsys, "prepare", "a.jsonl")[0] == 2
@@ -92,8 +94,8 @@ def test_configuration_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_children_get_the_run_and_return_their_code(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def worker(run, index):
-        calls.append(("worker", run.trainer.epochs, index))
+    def worker(run, index, device):
+        calls.append(("worker", run.trainer.epochs, index, device))
         return 3
 
     def trainer(run, resume):
@@ -103,8 +105,9 @@ def test_children_get_the_run_and_return_their_code(run_path: Path, monkeypatch:
     stand_in(monkeypatch, "paceline.producer.worker", main=worker)
     stand_in(monkeypatch, "paceline.consumer.trainer", main=trainer)
     assert main(["producer", str(run_path), "--worker", "2", "--set", "trainer.epochs=9"]) == 3
+    assert main(["producer", str(run_path), "--device", "cuda:5"]) == 3
     assert main(["consumer", str(run_path), "--resume", "ck"]) == 4
-    assert calls == [("worker", 9, 2), ("trainer", "t", "ck")]
+    assert calls == [("worker", 9, 2, None), ("worker", 6, 0, "cuda:5"), ("trainer", "t", "ck")]
 
 
 @pytest.mark.parametrize(
@@ -294,6 +297,6 @@ def test_idle_threads_of_both_sides_sleep(command: str, run_path: Path, monkeypa
     seen = []
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     for side in ("producer.worker", "consumer.trainer"):
-        monkeypatch.setattr(f"paceline.{side}.main", lambda *_: seen.append(os.environ["OMP_WAIT_POLICY"]) or 0)
+        monkeypatch.setattr(f"paceline.{side}.main", lambda *_, **__: seen.append(os.environ["OMP_WAIT_POLICY"]) or 0)
     assert main([command, str(run_path)]) == 0
     assert seen == ["PASSIVE"]

@@ -17,7 +17,8 @@ from paceline.consumer.evaluate import read_prompts
 from rich.console import Console
 
 TINY = dataclasses.replace(
-    CPU, layer_ids=None, max_length=64, token_budget=64, max_steps=1500, epochs=30, held_out=4, evaluate_every=500, new_tokens=4,
+    CPU, layer_ids=None, max_length=64, token_budget=64,
+    max_steps=1500, epochs=30, held_out=4, evaluate_every=500, new_tokens=4,
     mask_token=3, dtype="float32", lr=1e-3, kill_at=0.02, pass_mark=1.0,
 )  # fmt: skip
 

@@ -426,6 +426,35 @@ def test_no_rank_takes_more_than_its_share_of_a_step() -> None:
     assert decide(fast) == []
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("group", "ranks"), [(1, 3), (2, 3), (4, 3), (8, 3), (3, 2), (5, 4)])
+def test_ranks_get_as_many_records_however_fast_they_ask(strict: bool, group: int, ranks: int) -> None:
+    """Rank 0 always asks first, and gets no more than the last one; steps do not divide by the ranks."""
+    plan = one_row_batches(61, group=group)
+    state = FeedState(plan, Ledger(), STEP[0], trainer=7, ranks=ranks, strict=strict, prefetch=4)
+    left = {train(0, index): 5 + index for index in range(61)}
+    counts = [0] * ranks
+    while state.phase is not None:
+        phase, given = state.phase, []
+        index, over = [0] * ranks, [False] * ranks
+        while not all(over):
+            for rank in range(ranks):
+                if not over[rank]:
+                    state.want(wire.RankWant(rank, 7, phase.kind, phase.number, index[rank]))
+            rings = [ring("w0", *(ready(at, seq, batch) for at, (batch, seq) in enumerate(left.items())), alive=False)]
+            for action in decide(state.view(rings)):
+                state.apply(action, 0.0)
+                if isinstance(action, Give):
+                    given.append(action.batch)
+                    index[action.request.rank] += 1
+                    counts[action.request.rank] += 1
+                elif isinstance(action, GiveExhausted):
+                    over[action.request.rank] = True
+        assert state.done(wire.Done(0, 7, phase.kind, phase.number, tuple(given), (), {}))
+        left = {batch: seq for batch, seq in left.items() if batch not in given}
+        assert max(counts) - min(counts) <= 1, f"after step {phase.number}: {counts}"
+
+
 def test_a_phase_is_exhausted_once_all_is_given_and_accepted() -> None:
     request = Request(1, STEP[0], 0)
     given = [grant(0, 0, train(0, 0)), grant(0, 1, train(0, 1), Outcome.GIVEN)]
@@ -533,6 +562,17 @@ def test_the_coming_evaluation_and_the_records_before_it() -> None:
     for start in range(9):
         for stop in range(start, 10):
             assert train_records(plan, start, stop, 100) == sum(map(plan.step_batches, range(start, stop)))
+
+
+def test_a_retired_ring_does_not_wait_for_a_distant_evaluation() -> None:
+    """Its training records are soon taken; the coming evaluation's, which others can make, would keep it for hours."""
+    slots = ready(0, 5, train(0, 1)), ready(1, 6, evaluation(2, 0))
+    for alive, retired in ((False, False), (True, True), (True, False)):
+        assert of(Free, decide(view(ring("w0", *slots, alive=alive, retired=retired)))) == []
+    freed = of(Free, decide(view(ring("w0", *slots, alive=False, retired=True))))
+    assert [(free.batch, free.why) for free in freed] == [(evaluation(2, 0), "evaluation")]
+    now = view(ring("w0", *slots, alive=False, retired=True), steps=2, phase=EVAL[2])
+    assert not any(free.why == "evaluation" for free in of(Free, decide(now)))
 
 
 # ---- the feed's memory

@@ -210,7 +210,7 @@ def test_watchdog_is_not_fed_when_the_feed_hangs_or_ranks_outlive_a_kill(
 
 
 def test_systemd_that_does_not_listen_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(notify, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(notify, "READY_SECONDS", 0.05)
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     assert not notify.notify("READY=1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:

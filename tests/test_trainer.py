@@ -206,6 +206,31 @@ def test_run_from_start_to_end(job: Job, undisturbed: dict[str, float]):
     assert f"run toy is finished: {steps} steps" in again
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_strict_order_whatever_the_number_of_workers(job: Job, workers: int, undisturbed: dict[str, float]):
+    """`finish` has two; the sums are exact, so one record out of place would show."""
+    trainer = job.trainer()
+    for index in range(workers):
+        job.worker(index)
+    ended(trainer, 0)
+    assert job.audit().finished
+    assert job.weight() == expected_weight(job, undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_on_both_sides_several_times(job: Job, undisturbed: dict[str, float]):
+    """Every start is of another number of workers, every end is SIGKILL to all."""
+    for workers, step in ((1, 2), (3, 4), (2, 7), (3, 9)):
+        trainer = job.trainer(learner={"seconds": 0.05})
+        for index in range(workers):
+            job.worker(index)
+        wait_for(step_reached(job, step), trainer)
+        for pid in job.rank_pids():
+            os.kill(pid, signal.SIGKILL)
+        job.kill_all()
+    assert "resuming run toy-" in finish(job, undisturbed)
+
+
 def test_checkpoints_are_pruned_to_the_newest_and_the_best(job: Job, undisturbed: dict[str, float]):
     job.settings["checkpoint"] |= {"every_steps": 2, "keep_last": 2, "keep_best": False}
     finish(job, undisturbed)

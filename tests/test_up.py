@@ -265,3 +265,41 @@ def test_tail(tmp_path: Path) -> None:
         file.flush()
         assert tail.lines() == [] and tail.lines(last=True) == ["end"]
     tail.close()
+
+
+def test_quick_failures_end_the_run_soon_but_not_after_it_was_up(run_path: Path, tmp_path: Path) -> None:
+    """Three times right after its start, by itself: it will not come up. Signals and healthy lives are different."""
+    policy = Policy(limit=6, first_pause=0.01, longest_pause=0.02)
+    count = tmp_path / "count"
+    for script, ready, starts in (("exit 1", False, 3), ("kill -9 $$", False, 6), ("exit 1", True, 6)):
+        count.write_text("")
+        trainer = Child("trainer", ["/bin/sh", "-c", SERVE], tmp_path / "trainer.log")
+        worker = Child("w0", ["/bin/sh", "-c", f"echo x >>{count}; {script}"], tmp_path / "w0.log", was_ready=ready)
+        assert Supervisor(load(run_path), trainer, [worker], PlainView(), policy=policy).run() == 1
+        assert count.read_text().count("x") == starts
+
+
+def test_gpus_of_added_workers(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--gpu` reaches the worker's command line, and again when the supervisor starts anew."""
+    monkeypatch.setattr("paceline.common.up.gpu_count", lambda: 8)
+    ask = "from paceline.common.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    started = [run_path.parent / "out/logs" / f"w{index}.log" for index in (2, 3, 4)]
+    shown = "; ".join(f"until grep -q cuda {file}; do sleep 0.02; done" for file in started)
+    scale = f"{sys.executable} -c '{ask}' scale {run_path}"
+    say = f"echo $*; {SERVE}"
+    asks = (
+        f"({scale} 2 --gpu 1; echo code $?; {scale} 3 --gpu 8; echo code $?; {scale} 5 --gpu 6 --gpu 7) 2>&1 & "
+        f"{shown}; kill -INT $PPID; {FOREVER}"
+    )
+    scripts = Scripts(consumer=f"trap 'exit 0' TERM; {asks}", producer=say)
+    assert up(run_path, command=scripts, policy=QUICK) == 130
+    said = log(run_path, "trainer")
+    assert "--gpu places new workers, and 2 would add none to the 2 there are" in said
+    assert "--gpu 8: the supervisor sees 8 GPUs" in said and said.count("code 2") == 2
+    expected = ["cuda:6", "cuda:7", "cuda:6"]
+    for file, device in zip(started, expected, strict=True):
+        assert f"--device {device}" in file.read_text()
+    again = Scripts(consumer=f"{wait_for('up', started[-1])}; exit 78")
+    assert up(run_path, command=again, policy=QUICK) == 78
+    workers = [arguments for verb, arguments in again.asked if verb == "producer"]
+    assert [arguments[3:] for arguments in workers] == [[], [], *(["--device", device] for device in expected)]
