@@ -20,7 +20,7 @@ class Devices(NamedTuple):
     ranks: list[str]
 
 
-def _installed_gpus() -> int:
+def installed_gpus() -> int:
     """GPUs of this machine, by the driver's folder, its device files, or nvidia-smi."""
     for folder, pattern in ((Path("/proc/driver/nvidia/gpus"), r"[0-9a-fA-F]+:.*"), (Path("/dev"), r"nvidia[0-9]+")):
         if folder.is_dir() and (found := sum(bool(re.fullmatch(pattern, name.name)) for name in folder.iterdir())):
@@ -36,7 +36,7 @@ def _installed_gpus() -> int:
 
 def gpu_count() -> int:
     """GPUs that this process's children would see."""
-    installed = _installed_gpus()
+    installed = installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not installed or visible is None:
         return installed

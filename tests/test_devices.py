@@ -51,7 +51,7 @@ def test_the_run_file_decides() -> None:
     [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0,1", 2), ("0,9,1", 1), ("GPU-aa,GPU-bb", 2), ("0,-1,1", 1)],
 )
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
-    monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
+    monkeypatch.setattr(devices, "installed_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -59,6 +59,6 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, coun
 
 
 def test_no_driver_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_installed_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "installed_gpus", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert gpu_count() == 0
