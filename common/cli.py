@@ -314,11 +314,9 @@ def _rings_json(names: list[str], folder: Path) -> None:
 
 
 def _rings_table(names: list[str], folder: Path) -> None:
-    from rich.console import Console
-
     from . import inspect, rings_screen
 
-    console = Console(highlight=False)
+    console = rings_screen.QuietConsole(highlight=False)
     style = rings_screen.style_for(console)
     shown = [(name, found) for name in names if (found := inspect.read_rings(folder / name))]
     if not shown:
@@ -331,13 +329,12 @@ def _rings_table(names: list[str], folder: Path) -> None:
 
 
 def _rings_watch(name: str | None, folder: Path, interval: float, picture: Path | None) -> None:
-    from rich.console import Console
-
     from . import rings_screen
 
     if picture is not None and not picture.absolute().parent.is_dir():
         raise UsageError(f"--svg: there is no folder {picture.absolute().parent}")
-    rings_screen.watch(lambda: _ring_names(name, folder), folder, Console(highlight=False), interval, picture)
+    console = rings_screen.QuietConsole(highlight=False)
+    rings_screen.watch(lambda: _ring_names(name, folder), folder, console, interval, picture)
 
 
 def _which_run(names: list[str], folder: Path) -> str:

@@ -29,11 +29,11 @@ from .inspect import STATES, RingInfo, read_rings
 from .space import size_text
 from .status import trainer_of
 from .telemetry import duration
-from .window import Rates, Shares, TrainerState, Verdict, Window
+from .window import SECONDS, Rates, Shares, TrainerState, Verdict, Window
 
 SAMPLE_SECONDS = 0.2  # between readings; frames may be further apart
-WIDEST_BAR, NARROWEST_BAR = 32, 4
-FULL_WIDTH, WIDE, MEDIUM, NARROW = 108, 92, 78, 40  # widths from which ever more of the columns fit
+WIDEST_BAR, GOOD_BAR, NARROWEST_BAR = 32, 8, 4  # cells
+ROOMY, NARROW = 70, 40  # widths from which columns have two blanks between them, and the legend whole words
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,13 @@ VERDICT_COLOURS = {
 }
 
 
+class QuietConsole(Console):
+    """A console whose reader may leave (`| head`): rich would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def style_for(console: Console) -> Style:
     return ASCII if console.options.ascii_only else UNICODE
 
@@ -134,16 +141,16 @@ def table(
     whole = [ring for ring in rings if ring.problem is None]
     problems = [Text(ring.problem, style="red") for ring in rings if ring.problem is not None]
     shown = whole if most_rows is None or len(whole) <= most_rows else whole[: max(1, most_rows - 1)]
-    columns = _columns(width, rates is not None, shares is not None)
-    gap = 2 if width >= MEDIUM else 1
+    rows = [_cells(ring, (rates or {}).get(ring.worker), (shares or {}).get(ring.worker), style) for ring in shown]
+    if rates is not None and len(whole) > 1:
+        rows.append(_sum(whole, rates))
+    gap = 2 if width >= ROOMY else 1
+    slots = max((len(ring.states) for ring in whole), default=0)
+    columns, bar = _fitting(rows, _choices(rates is not None, shares is not None), width, gap, slots)
     grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for column in columns:
         justify = "left" if column.left else "right"
         grid.add_column(column.name.rstrip(" "), justify=justify, no_wrap=True, overflow=style.overflow)
-    rows = [_cells(ring, (rates or {}).get(ring.worker), (shares or {}).get(ring.worker), style) for ring in shown]
-    if rates is not None and len(whole) > 1:
-        rows.append(_sum(whole, rates))
-    bar = _bar_width(rows, columns, width, gap, max(len(ring.states) for ring in whole) if whole else 0)
     for ring, row in zip(shown, rows, strict=False):
         row["slots"] = slot_bar(ring.states, bar, style)
     for row in rows:
@@ -154,23 +161,38 @@ def table(
     return Group(*top, grid, *more, *problems)
 
 
-def _columns(width: int, with_rates: bool, with_shares: bool) -> list[_Column]:
-    if width < NARROW:
-        return _FIRST
-    records_only = [_RATES[0], _RATES[2]]
-    if width < MEDIUM:
-        return [
-            *_FIRST,
-            *(records_only if with_rates else [] if width < 60 else _TOTALS),
-            *_LAST[: 1 if width < 60 else 2],
-        ]
+def _choices(with_rates: bool, with_shares: bool) -> list[list[_Column]]:
+    """Sets of columns, the richest first."""
+    history = _Column(f"last {SECONDS:.0f} s", True)
     moves = _RATES if with_rates else _TOTALS
-    if width >= FULL_WIDTH:
-        history = [_Column("last 30 s", True)] if with_shares else []
-        extra = [*_SHARES, *history] if with_shares else [*_COUNTS, _Column("slot size")]
-        return [*_FIRST, *moves, *extra, *_LAST]
-    extra = (_SHARES if with_shares else _COUNTS) if width >= WIDE else []
-    return [*_FIRST, *moves, *extra, *_LAST]
+    extra = [*_SHARES, history] if with_shares else [*_COUNTS, _Column("slot size")]
+    oldest, owner, gpu = _LAST
+    few = [_RATES[0], _RATES[2]] if with_rates else _TOTALS
+    ends = [
+        [*moves, *extra, oldest, owner, gpu],
+        [*moves, *extra[:-1], oldest, owner, gpu],
+        [*moves, oldest, owner, gpu],
+    ]
+    ends += [[*few, oldest, owner, gpu], [*few, oldest, owner], [*few, oldest], [oldest], []]
+    return [[*_FIRST, *end] for end in ends]
+
+
+def _fitting(
+    rows: Sequence[Mapping[str, Any]], choices: Sequence[list[_Column]], width: int, gap: int, slots: int
+) -> tuple[list[_Column], int]:
+    """The richest columns that leave bars of a good size, and the bars' width: no more than the rings have slots."""
+    console = Console(width=1000, file=io.StringIO())
+
+    def wide(column: _Column) -> int:
+        cells = [column.name.rstrip(" "), *(row.get(column.name, "") for row in rows)]
+        return max(Measurement.get(console, console.options, cell).maximum for cell in cells)
+
+    columns, left = choices[-1], 0
+    for columns in choices:
+        left = width - gap - sum(wide(column) + gap for column in columns if column.name != "slots")
+        if left >= min(slots, GOOD_BAR):
+            break
+    return columns, max(NARROWEST_BAR, min(WIDEST_BAR, slots, left))
 
 
 def _cells(ring: RingInfo, rate: Rates | None, share: Shares | None, style: Style) -> dict[str, Any]:
@@ -187,7 +209,7 @@ def _cells(ring: RingInfo, rate: Rates | None, share: Shares | None, style: Styl
         **{state: str(ring.count(state)) for state in STATES},
         "full": "" if share is None else f"{share.full:.0%}",
         "empty": "" if share is None else f"{share.empty:.0%}",
-        "last 30 s": "" if share is None else _history(share.levels, style),
+        f"last {SECONDS:.0f} s": "" if share is None else _history(share.levels, style),
         "slot size": size_text(ring.slot_bytes),
         "produced": f"{ring.produced:,}",
         "consumed": f"{ring.consumed:,}",
@@ -206,21 +228,6 @@ def _sum(rings: Sequence[RingInfo], rates: Mapping[str, Rates]) -> dict[str, Any
     held, slots = sum(ring.held for ring in rings), sum(len(ring.states) for ring in rings)
     cells = {name: Text(_quantity(total), style="bold") for name, total in zip(names, totals, strict=True)}
     return {"worker": Text("all", style="bold"), "slots": Text(f"{held} of {slots}", style="dim"), **cells}
-
-
-def _bar_width(rows: Sequence[Mapping[str, Any]], columns: Sequence[_Column], width: int, gap: int, slots: int) -> int:
-    """Cells left for the bars beside the other columns; no more than the rings have slots."""
-    console = Console(width=width, file=io.StringIO())
-
-    def wide(column: _Column) -> int:
-        cells = [column.name.rstrip(" "), *(row.get(column.name, "") for row in rows)]
-        return max(
-            Measurement.get(console, console.options, Text.from_markup(c) if isinstance(c, str) else c).maximum
-            for c in cells
-        )
-
-    taken = sum(wide(column) + gap for column in columns if column.name != "slots") + gap
-    return max(NARROWEST_BAR, min(WIDEST_BAR, slots, width - taken))
 
 
 def slot_bar(states: Sequence[str], width: int, style: Style = UNICODE) -> Text:
@@ -356,7 +363,7 @@ class Watcher:
         if not parts:
             return Text(f"no rings in {self.folder}")
         foot = legend(width, style)
-        if keys and width >= MEDIUM:
+        if keys and width >= ROOMY:
             foot.append(f"  {keys}", style="dim")
         return Group(*parts, Text(""), foot)
 

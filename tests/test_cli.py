@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from paceline.common import __version__, cli, paths
+from paceline.common import __version__, cli, paths, telemetry
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
@@ -183,7 +183,8 @@ def test_status(runtime: Path, run_path: Path, tmp_path: Path, capsys: pytest.Ca
     checkpoint = tmp_path / "step-00000004"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").touch()
-    os.utime(checkpoint / "manifest.json", (time.time() - 200,) * 2)
+    then = time.time() - 200
+    os.utime(checkpoint / "manifest.json", (then, then))
     values = {"state": "training", "step": 5, "total_steps": 10, "loss": 1.5, "updated": time.time(), "wait_data": 0.5}
     values |= {"workers": 2, "ranks": 1, "slots": 3, "tokens_per_s": 1500.0, "epoch": 0.5, "epochs": 6, "eta_s": 60.0}
     values |= {"checkpoint": str(checkpoint), "listed": 1, "refused": 2, "target_bps": 0.5, "tau": 2.5}
@@ -195,7 +196,7 @@ def test_status(runtime: Path, run_path: Path, tmp_path: Path, capsys: pytest.Ca
         assert capsys.readouterr().out.splitlines() == [
             "t  training",
             "  progress    step 5 of 10 (50%), epoch 0.50 of 6, ETA 1m",
-            "  bottleneck  targets are the bottleneck: the trainer waits for hidden states 50% of its time (add workers)",
+            "  bottleneck  " + telemetry.bottleneck(values),
             "  targets     1 worker up, 0.50 batches/s",
             "  drafters    1 rank, 1.5 Ktok/s, 50% waiting for data",
             "  learning    loss 1.500  tau 2.50",
