@@ -10,9 +10,10 @@ import shutil
 import subprocess
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .runfile import RunFile
+if TYPE_CHECKING:
+    from .runfile import RunFile
 
 
 class Devices(NamedTuple):
@@ -48,7 +49,7 @@ def gpu_count() -> int:
     return count
 
 
-def assign_devices(run: RunFile, gpus: int | None = None) -> Devices:
+def assign_devices(run: "RunFile", gpus: int | None = None) -> Devices:
     """The device of each worker and each rank.
 
     What the run file names is used in turn. Otherwise GPUs go one to each worker and one to each rank; where they are

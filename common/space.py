@@ -24,8 +24,9 @@ def free_memory() -> int:
 
 
 def size_text(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
+    """Three digits and a unit: 950 B, 1.13 MiB, 1000 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1023.5 or unit == "GiB":
+            break
         size /= 1024
-    return f"{size:.3g} GiB"
+    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"

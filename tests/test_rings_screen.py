@@ -21,6 +21,7 @@ from paceline.common import rings_screen as screen
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.inspect import RingInfo
 from paceline.common.ring import Ring
+from paceline.common.space import size_text
 from paceline.common.window import Rates, Shares, TrainerState, Window
 from rich.console import Console, RenderableType
 from test_window import info
@@ -106,6 +107,21 @@ def test_the_sum_is_of_all_workers():
 )
 def test_quantities_have_three_digits(value: float, text: str):
     assert screen._quantity(value) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1023 * 1024 + 600, "1 MiB"),
+        (5 << 39, "2560 GiB"),
+    ],
+)
+def test_sizes(size: float, text: str):
+    assert size_text(size) == text
 
 
 @pytest.mark.parametrize("height", [6, 10, 24, 60])
