@@ -42,7 +42,7 @@ def _run_folders(folder: Path) -> list[Path]:
 
 def _clean_run(folder: Path, dry_run: bool, say: Callable[[str], None]) -> int:
     try:
-        with _no_trainer(folder.name):
+        with _no_trainer(folder.name, dry_run):
             freed = sum(_clean_ring(path, dry_run, say) for path in _files(folder))
             if not dry_run:
                 with contextlib.suppress(OSError):  # not empty: a ring of a living worker is left
@@ -57,14 +57,14 @@ def _clean_run(folder: Path, dry_run: bool, say: Callable[[str], None]) -> int:
 
 
 @contextlib.contextmanager
-def _no_trainer(run: str) -> Iterator[None]:
-    """Holds consumer.lock wherever the run has one. Raises PacelineError if a trainer holds it."""
+def _no_trainer(run: str, dry_run: bool) -> Iterator[None]:
+    """Holds consumer.lock wherever the run has one, or only looks at it. Raises PacelineError if a trainer holds it."""
     with contextlib.ExitStack() as held:
         for folder in paths.find_run_dirs(run):
             lock = FileLock(folder / "consumer.lock", _WHO)
             if not lock.path.exists():
                 continue
-            if not lock.acquire():
+            if held_by(lock.path) if dry_run else not lock.acquire():
                 raise PacelineError(f"its trainer is up: {held_by(lock.path)}")
             held.enter_context(lock)
         yield

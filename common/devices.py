@@ -49,6 +49,19 @@ def gpu_count() -> int:
     return count
 
 
+def device_label(device: str) -> str:
+    """A device as others should read it: "cuda:0 (GPU 6)" where CUDA_VISIBLE_DEVICES makes GPU 6 this process's first.
+
+    Of a UUID only its first part is given.
+    """
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    index = int(device.partition(":")[2] or 0)
+    if not device.startswith("cuda") or index >= len(visible) or visible[index] in ("", str(index)):
+        return device
+    name = visible[index]
+    return f"{device} (GPU {name})" if name.isdigit() else f"{device} ({name[:12]})"
+
+
 def assign_devices(run: "RunFile", gpus: int | None = None) -> Devices:
     """The device of each worker and each rank.
 

@@ -127,7 +127,9 @@ def packages() -> Iterator[Check]:
     try:
         wanted = [Requirement(text) for text in importlib.metadata.requires("paceline") or []]
     except importlib.metadata.PackageNotFoundError:
-        yield Check("packages", "WARN", "paceline itself is not installed, so its requirements are not known")
+        yield Check(
+            "packages", "WARN", "paceline itself is not installed, so its requirements are not known", "pip install it"
+        )
         return
     good = 0
     for requirement in (one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})):

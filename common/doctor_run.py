@@ -164,7 +164,8 @@ def _rings(run: "RunFile") -> Iterator[Check]:
     hidden_size = hidden_size_of(run.target.path)
     planes = _planes(run)
     if hidden_size is None or planes is None:
-        yield Check("rings", "WARN", "the target's shape cannot be read here, so what the rings need is not known")
+        text = "the target's shape cannot be read here, so what the rings need is not known"
+        yield Check("rings", "WARN", text, "correct target.path, or fetch the target first")
         return
     try:
         needed = run.workers.count * _ring_bytes(run, planes, hidden_size)

@@ -337,6 +337,7 @@ def test_broken_config_and_gguf_are_no_traceback(run_path: Path, tmp_path: Path)
     assert named(of_run(run_path, f"target.path={tmp_path / 'm.gguf'}"), "rings")[0].level == "WARN"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["torch", "numpy", "pydantic", "rich", "transformers", "gguf", "packaging"])
 def test_it_works_without(run_path: Path, tmp_path: Path, missing: str) -> None:
     """A package that cannot be imported is a line of the report, and never its end."""

@@ -138,13 +138,13 @@ def test_an_address_that_cannot_be_had(tmp_path: Path, address: str, port: int) 
             metrics.server(None, tmp_path, address, port)
 
 
-def test_a_silent_client_holds_up_no_other(scrape: Callable[[], Samples], tmp_path: Path) -> None:
+def test_a_silent_client_holds_up_no_other(tmp_path: Path) -> None:
     httpd = metrics.server(None, tmp_path, "127.0.0.1", 0)
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    with socket.create_connection(("127.0.0.1", httpd.server_port)):
-        with urllib.request.urlopen(f"http://127.0.0.1:{httpd.server_port}/metrics", timeout=60) as answer:
-            assert answer.status == 200
+    silent = socket.create_connection(("127.0.0.1", httpd.server_port))
+    with silent, urllib.request.urlopen(f"http://127.0.0.1:{httpd.server_port}/metrics", timeout=60) as answer:
+        assert answer.status == 200
     httpd.shutdown()
     thread.join()
     httpd.server_close()
