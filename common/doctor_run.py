@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import paths
-from .doctor import Check, failed
+from .doctor import Check, failed, leftovers
 from .errors import ConfigError, PacelineError
 from .inspect import read_rings
 from .space import free_bytes, size_text
@@ -43,6 +43,8 @@ def run_checks(run_path: Path, overrides: Sequence[str], torch: Mapping[str, Any
     yield from _mask_token(run)
     yield from _devices(run, torch)
     yield from _rings(run)
+    if Path(run.stream.ring_dir) != paths.DEFAULT_RING_DIR:
+        yield from (check for check in leftovers(Path(run.stream.ring_dir)) if check.level != "OK")
 
 
 def _sockets(run: "RunFile") -> Iterator[Check]:

@@ -402,7 +402,10 @@ def watch(
         return
     finally:
         if picture is not None:
+            # Ctrl-C reaches a process twice where something passes it on, as timeout(1) does.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             write_picture(watcher, picture)
+            signal.signal(signal.SIGINT, before)
 
 
 def _live(console: Console) -> Live:

@@ -285,6 +285,8 @@ def test_the_rings_it_needs_are_those_that_are_made(run_path: Path, tmp_path: Pa
     (check,) = named(of_run(run_path), "rings")
     assert check.level == "OK" and "are there" in check.text
     with_ring.close()
+    (check,) = [check for check in of_run(run_path) if check.level == "WARN"]
+    assert "nobody works on run t" in check.text
 
 
 def test_rings_that_do_not_fit(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
