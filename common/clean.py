@@ -9,6 +9,7 @@ from . import paths
 from .errors import PacelineError
 from .locks import FileLock, OfdLock, held_by
 from .ring import RingBusy, remove_ring
+from .space import size_text
 
 _WHO = "paceline clean"
 
@@ -26,7 +27,7 @@ def clean_rings(folder: Path, name: str | None, *, dry_run: bool, say: Callable[
     if name is not None and not runs:
         raise PacelineError(f"run {name} has no rings in {folder}")
     freed = sum(_clean_run(run, dry_run, say) for run in runs)
-    say(f"{'would free' if dry_run else 'freed'} {_size(freed)}" if freed else "no stale rings")
+    say(f"{'would free' if dry_run else 'freed'} {size_text(freed)}" if freed else "no stale rings")
     return freed
 
 
@@ -41,7 +42,7 @@ def _run_folders(folder: Path) -> list[Path]:
 
 def _clean_run(folder: Path, dry_run: bool, say: Callable[[str], None]) -> int:
     try:
-        with _no_trainer(folder.name):
+        with _no_trainer(folder.name, dry_run):
             freed = sum(_clean_ring(path, dry_run, say) for path in _files(folder))
             if not dry_run:
                 with contextlib.suppress(OSError):  # not empty: a ring of a living worker is left
@@ -56,14 +57,14 @@ def _clean_run(folder: Path, dry_run: bool, say: Callable[[str], None]) -> int:
 
 
 @contextlib.contextmanager
-def _no_trainer(run: str) -> Iterator[None]:
-    """Holds consumer.lock wherever the run has one. Raises PacelineError if a trainer holds it."""
+def _no_trainer(run: str, dry_run: bool) -> Iterator[None]:
+    """Holds consumer.lock wherever the run has one, or only looks at it. Raises PacelineError if a trainer holds it."""
     with contextlib.ExitStack() as held:
         for folder in paths.find_run_dirs(run):
             lock = FileLock(folder / "consumer.lock", _WHO)
             if not lock.path.exists():
                 continue
-            if not lock.acquire():
+            if held_by(lock.path) if dry_run else not lock.acquire():
                 raise PacelineError(f"its trainer is up: {held_by(lock.path)}")
             held.enter_context(lock)
         yield
@@ -80,7 +81,7 @@ def _clean_ring(path: Path, dry_run: bool, say: Callable[[str], None]) -> int:
     except RingBusy as busy:
         say(f"kept {path}: {busy}")
         return 0
-    say(f"{'stale' if dry_run else 'removed'} {path} ({_size(freed)})")
+    say(f"{'stale' if dry_run else 'removed'} {path} ({size_text(freed)})")
     return freed
 
 
@@ -98,11 +99,3 @@ def _stale_bytes(path: Path) -> int:
         finally:
             os.close(fd)
     return size
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

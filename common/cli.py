@@ -345,27 +345,44 @@ def _live_run(run: str) -> tuple[str, Path]:
 @cli.command()
 @_named_run_argument
 @click.option("--watch", is_flag=True, help="Keep showing them, until Ctrl-C.")
+@click.option(
+    "--interval",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Between two pictures of --watch.",
+)
+@click.option(
+    "--svg",
+    "picture",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="When --watch ends, write its last picture there.",
+)
 @_json_option
-def rings(run: str | None, watch: bool, as_json: bool) -> None:
-    """Show the rings: slots by state, rates, owners.
+def rings(run: str | None, watch: bool, interval: float, picture: Path | None, as_json: bool) -> None:
+    """Show the rings: slots by state, rates, owners, who waits.
 
-    RUN is a run's name or its file. Reads headers only and changes nothing.
+    RUN is a run's name or its file. Default: every run that has rings. Reads headers only and changes nothing.
     """
     if watch and as_json:
         raise UsageError("--watch and --json do not go together")
+    if picture is not None and not watch:
+        raise UsageError("--svg goes with --watch")
     name, folder = _run_reference(run)
-    names = [name] if name is not None else _runs_with_rings(folder)
-    if as_json:
-        _rings_json(names, folder)
+    if watch:
+        _rings_watch(name, folder, interval, picture)
+    elif as_json:
+        _rings_json(_ring_names(name, folder), folder)
     else:
-        _rings_table(names, folder, watch)
+        _rings_table(_ring_names(name, folder), folder)
 
 
-def _runs_with_rings(folder: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in folder.iterdir() if path.is_dir())
-    except OSError:
-        return []
+def _ring_names(name: str | None, folder: Path) -> list[str]:
+    from .inspect import runs_with_rings
+
+    return [name] if name is not None else runs_with_rings(folder)
 
 
 def _rings_json(names: list[str], folder: Path) -> None:
@@ -376,26 +393,28 @@ def _rings_json(names: list[str], folder: Path) -> None:
     click.echo(json.dumps(rings_json(names[0], read_rings(folder / names[0]))))
 
 
-def _rings_table(names: list[str], folder: Path, watch: bool) -> None:
-    from rich.console import Console
+def _rings_table(names: list[str], folder: Path) -> None:
+    from . import inspect, rings_screen
 
-    from . import inspect
-
-    console = Console()
-    if watch:
-        if len(names) != 1:
-            raise UsageError(_which_run(names, folder))
-        inspect.watch(names[0], folder / names[0], console)
-        return
+    console = rings_screen.QuietConsole(highlight=False)
+    style = rings_screen.style_for(console)
     shown = [(name, found) for name in names if (found := inspect.read_rings(folder / name))]
     if not shown:
         raise PacelineError(f"no rings in {folder / names[0] if len(names) == 1 else folder}")
-    for name, found in shown:
-        console.print(inspect.table(name, found, width=console.width, ascii_only=not _unicode(console.encoding)))
+    for place, (name, found) in enumerate(shown):
+        if place:
+            console.print()
+        console.print(rings_screen.table(name, found, width=console.width, style=style))
+    console.print(rings_screen.legend(console.width, style))
 
 
-def _unicode(encoding: str) -> bool:
-    return encoding.lower().replace("-", "").startswith("utf")
+def _rings_watch(name: str | None, folder: Path, interval: float, picture: Path | None) -> None:
+    from . import rings_screen
+
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise UsageError(f"--svg: there is no folder {picture.absolute().parent}")
+    console = rings_screen.QuietConsole(highlight=False)
+    rings_screen.watch(lambda: _ring_names(name, folder), folder, console, interval, picture)
 
 
 def _which_run(names: list[str], folder: Path) -> str:
@@ -410,17 +429,68 @@ def status(run: str | None, as_json: bool) -> None:
 
     RUN is a run's name or its file. Default: every run of this machine that can be read.
     """
-    from .status import find_status, show_status
+    from .status import run_states, status_table, status_text
 
-    name, _ = _run_reference(run)
-    found = find_status(name)
+    name, folder = _run_reference(run)
+    found = run_states(name, folder)
     if as_json:
-        if name is not None:
-            click.echo(json.dumps(found[0]))
-        else:
-            click.echo(json.dumps(found))
+        objects = [state.json() for state in found]
+        click.echo(json.dumps(objects[0] if name is not None else objects))
         return
-    show_status(found)
+    if not found:
+        click.echo("no run has a status on this machine")
+        return
+    if not sys.stdout.isatty():
+        click.echo("\n\n".join(status_text(state) for state in found))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for place, state in enumerate(found):
+        console.print(*([""] if place else []), status_table(state), sep="\n")
+
+
+@cli.command()
+@_named_run_argument
+@click.option("--port", type=click.IntRange(0, 65535), default=9478, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--listen",
+    "address",
+    metavar="ADDRESS",
+    default="127.0.0.1",
+    show_default=True,
+    help="Any other than a loopback address lets other machines read.",
+)
+def metrics(run: str | None, port: int, address: str) -> None:
+    """Serve a run's metrics to Prometheus, until Ctrl-C.
+
+    RUN is a run's name or its file. Default: every run of this machine. Only reads, and only when asked over HTTP.
+    """
+    from .metrics import serve
+
+    name, folder = _run_reference(run)
+    serve(name, folder, address, port, lambda text: click.echo(text, err=True))
+
+
+@cli.command()
+@click.argument("run_path", metavar="[RUN.toml]", required=False, type=click.Path(path_type=Path))
+@_set_option
+@_json_option
+def doctor(run_path: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Check this machine, and what a run file needs of it.
+
+    Each line says OK, WARN or FAIL, and what to do. Exit code 1 if any check fails. Changes nothing.
+    """
+    from .doctor import checks, doctor_lines
+
+    if overrides and run_path is None:
+        raise UsageError("--set changes a run file, and none is given")
+    found = checks(run_path, overrides)
+    if as_json:
+        click.echo(json.dumps([check.json() for check in found]))
+    else:
+        click.echo("\n".join(doctor_lines(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)))
+    return int(any(check.level == "FAIL" for check in found))
 
 
 @cli.command()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from . import inspect, paths
+from . import inspect, paths, rings_screen, window
 from .clean import clean_rings
 from .devices import gpu_count
 from .errors import ConfigError, PacelineError
@@ -294,7 +294,7 @@ class Timeline:
 
     def sample(self, rings: list[inspect.RingInfo], status: Status | None) -> None:
         self._readings.append(rings)
-        made = {name: rate.produced for name, rate in inspect.rates(self._readings[0], rings).items()}
+        made = {name: rate.produced for name, rate in window.rates(self._readings[0], rings).items()}
         self.samples.append(
             {
                 "t": round(self.now, 1),
@@ -316,7 +316,7 @@ class DemoView:
         self.timeline = Timeline()
         self._run, self._recipe = run, recipe
         self._rings: list[inspect.RingInfo] = []
-        self._rates: dict[str, inspect.Rates] = {}
+        self._rates: dict[str, window.Rates] = {}
         self._sampled = 0.0
         self._victim: Victim | None = None
         shows_screen = console.is_terminal and not plain
@@ -335,7 +335,7 @@ class DemoView:
         if time.monotonic() - self._sampled >= 1.0:
             self._sampled = time.monotonic()
             before, self._rings = self._rings, inspect.read_rings(paths.ring_dir(self._run))
-            self._rates = inspect.rates(before, self._rings)
+            self._rates = window.rates(before, self._rings)
             self.timeline.sample(self._rings, status)
             self._disturb(children, status)
         self._inner.refresh(children, status)
@@ -344,7 +344,7 @@ class DemoView:
         self._inner.close()
 
     def _table(self, width: int) -> RenderableType:
-        return inspect.table(self._run.name, self._rings, self._rates, width=width)
+        return rings_screen.table(self._run.name, self._rings, self._rates, width=width)
 
     def _disturb(self, children: Sequence[Child], status: Status | None) -> None:
         """Kills the last worker once, and notes when it makes records again."""

@@ -10,9 +10,10 @@ import shutil
 import subprocess
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .runfile import RunFile
+if TYPE_CHECKING:
+    from .runfile import RunFile
 
 
 class Devices(NamedTuple):
@@ -48,7 +49,20 @@ def gpu_count() -> int:
     return count
 
 
-def assign_devices(run: RunFile, gpus: int | None = None) -> Devices:
+def device_label(device: str) -> str:
+    """A device as others should read it: "cuda:0 (GPU 6)" where CUDA_VISIBLE_DEVICES makes GPU 6 this process's first.
+
+    Of a UUID only its first part is given.
+    """
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    index = int(device.partition(":")[2] or 0)
+    if not device.startswith("cuda") or index >= len(visible) or visible[index] in ("", str(index)):
+        return device
+    name = visible[index]
+    return f"{device} (GPU {name})" if name.isdigit() else f"{device} ({name[:12]})"
+
+
+def assign_devices(run: "RunFile", gpus: int | None = None) -> Devices:
     """The device of each worker and each rank.
 
     What the run file names is used in turn. Otherwise GPUs go one to each worker and one to each rank; where they are

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .runfile import RunFile
 
 # sockaddr_un.sun_path holds 108 bytes, the closing NUL included (unix(7)).
-_SOCKET_PATH_BYTES = 107
+SOCKET_PATH_BYTES = 107
 
 _UNIT_HINT = "; units write below /var/lib/paceline, and elsewhere after `paceline install-units --writable FOLDER`"
 
@@ -52,19 +52,24 @@ def private_folder(path: Path, mode: int = 0o700) -> Path:
             pass
         else:
             path.chmod(mode)  # mkdir's mode passes through the umask
-        found = path.lstat()
+        check_private(path)
     except OSError as error:
         raise ConfigError(f"cannot make folder {path}: {error.strerror}") from None
+    return path
+
+
+def check_private(path: Path) -> None:
+    """Raises ConfigError unless `path` is a folder that is this user's alone to write; OSError if it is not there."""
+    found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"{path} is not a folder (a link does not count)")
     if found.st_uid != os.geteuid():
         raise ConfigError(f"{path} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: run as its owner")
     if found.st_mode & 0o027:
         raise ConfigError(f"{path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): chmod it to 0700")
-    return path
 
 
-def _runtime_base() -> tuple[Path, int]:
+def runtime_base() -> tuple[Path, int]:
     """The folder of run directories, and the mode of what is created in it."""
     if chosen := os.environ.get("PACELINE_RUNTIME_DIR"):
         return Path(chosen).absolute(), 0o700
@@ -75,7 +80,7 @@ def _runtime_base() -> tuple[Path, int]:
     return Path(f"/tmp/paceline-{os.geteuid()}"), 0o700  # not $TMPDIR: every process of a run must find it
 
 
-def _check_base(base: Path) -> None:
+def check_base(base: Path) -> None:
     """Refuse a base in which another user could put a folder of their own in a run directory's place."""
     found = base.lstat() if not base.is_symlink() else base.stat()
     shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
@@ -89,16 +94,16 @@ def run_dir(name: str) -> Path:
     Raises:
         ConfigError: it cannot be made, or is not private to this user.
     """
-    base, mode = _runtime_base()
+    base, mode = runtime_base()
     if not base.exists():
         private_folder(base, mode)
-    _check_base(base)
+    check_base(base)
     return private_folder(base / name, mode)
 
 
 def runtime_bases() -> list[Path]:
     """Every folder in which a run directory may be, the own one first; for commands that look and create nothing."""
-    own, _ = _runtime_base()
+    own, _ = runtime_base()
     return [own] if own == SYSTEM_RUNTIME else [own, SYSTEM_RUNTIME]
 
 
@@ -115,9 +120,9 @@ def find_run_dirs(name: str | None = None) -> list[Path]:
 
 def _address(path: Path) -> str:
     size = len(os.fsencode(path))
-    if size > _SOCKET_PATH_BYTES:
+    if size > SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"socket path {path} has {size} bytes, at most {_SOCKET_PATH_BYTES} fit: "
+            f"socket path {path} has {size} bytes, at most {SOCKET_PATH_BYTES} fit: "
             "set PACELINE_RUNTIME_DIR to a shorter folder"
         )
     return f"ipc://{path}"

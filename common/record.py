@@ -7,13 +7,13 @@ A record describes itself, so nothing about it is believed because a message sai
 slot: `write_meta`, the states at the offset that it returns, then `checksum` over the whole record.
 """
 
-import struct
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import PacelineError
+from .record_head import HEAD, MAGIC
 from .ring_layout import WORD_LIMIT, pages
 
 Buffer = bytes | bytearray | memoryview
@@ -23,9 +23,6 @@ LAST_HIDDEN = ("none", "before_norm")
 MIN_ROW_TOKENS = 8  # shorter rows are never prepared
 CHUNK_WORDS = 8192
 
-_MAGIC = int.from_bytes(b"PACEREC1", "little")
-# magic, batch, fingerprint, rows, tokens, layers, hidden size, dtype, last hidden
-_HEAD = struct.Struct("=9Q")
 _DTYPES = tuple(ITEM_BYTES)
 _MOST = 2**31 - 1  # rows, tokens, hidden size; cu_seqlens are int32
 
@@ -91,9 +88,7 @@ def write_meta(payload: Buffer, meta: RecordMeta) -> int:
     dtype, last_hidden = _DTYPES.index(meta.dtype), LAST_HIDDEN.index(meta.last_hidden)
     end = _states_offset(rows, tokens, layers)
     arrays = (np.asarray(meta.layer_ids, np.int32), meta.row_ids, meta.cu_seqlens, meta.tokens, meta.mask)
-    head = _HEAD.pack(
-        *(_MAGIC, meta.batch, meta.fingerprint, rows, tokens, layers, meta.hidden_size, dtype, last_hidden)
-    )
+    head = HEAD.pack(*(MAGIC, meta.batch, meta.fingerprint, rows, tokens, layers, meta.hidden_size, dtype, last_hidden))
     position = 0
     for part in (head, *(array.tobytes() for array in arrays)):
         padded = part.ljust(_aligned(len(part)), b"\0")
@@ -109,10 +104,10 @@ def read_meta(payload: Buffer, length: int) -> tuple[RecordMeta, int]:
     Raises RecordInvalid unless every field is in range, the arrays fit each other and `length` is exactly theirs.
     """
     view = memoryview(payload).cast("B")
-    if not _HEAD.size <= length <= len(view):
+    if not HEAD.size <= length <= len(view):
         raise RecordInvalid(f"record of {length} bytes in {len(view)}")
-    magic, batch, fingerprint, rows, tokens, layers, hidden_size, dtype, last_hidden = _HEAD.unpack_from(view)
-    if magic != _MAGIC:
+    magic, batch, fingerprint, rows, tokens, layers, hidden_size, dtype, last_hidden = HEAD.unpack_from(view)
+    if magic != MAGIC:
         raise RecordInvalid("no record")
     if max(rows, tokens, layers, hidden_size) > _MOST or dtype >= len(_DTYPES) or last_hidden >= len(LAST_HIDDEN):
         raise RecordInvalid("record head out of range")
@@ -120,7 +115,7 @@ def read_meta(payload: Buffer, length: int) -> tuple[RecordMeta, int]:
     states = _states_bytes(tokens, layers + last_hidden, hidden_size, _DTYPES[dtype])
     if length != end + states:
         raise RecordInvalid(f"record of {length} bytes, not {end + states}")
-    position, arrays = _HEAD.size, []
+    position, arrays = HEAD.size, []
     for kind, count in _arrays(rows, tokens, layers):
         arrays.append(np.frombuffer(view, kind, count, position).copy())
         position += _aligned(arrays[-1].nbytes)
@@ -172,7 +167,7 @@ def _arrays(rows: int, tokens: int, layers: int) -> tuple[tuple[type[np.generic]
 
 def _states_offset(rows: int, tokens: int, layers: int) -> int:
     arrays = _arrays(rows, tokens, layers)
-    return pages(_HEAD.size + sum(_aligned(np.dtype(kind).itemsize * count) for kind, count in arrays))
+    return pages(HEAD.size + sum(_aligned(np.dtype(kind).itemsize * count) for kind, count in arrays))
 
 
 def _states_bytes(tokens: int, planes: int, hidden_size: int, dtype: str) -> int:

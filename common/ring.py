@@ -49,6 +49,7 @@ from .ring_layout import (
     ring_paths,
     temporary_path,
 )
+from .space import free_bytes
 
 __all__ = [
     "Ring",
@@ -691,14 +692,14 @@ def _make(path: Path, wanted: RingHeader, incarnation: int, floor: int, *, repla
 def _allocate(fd: int, path: Path, wanted: RingHeader) -> None:
     """Reserves every byte of the file and writes its header. Raises ConfigError, before any write, if it can tell."""
     os.ftruncate(fd, 0)  # a predecessor may have been killed here
-    free = _free_bytes(path.parent)
+    free = free_bytes(path.parent)
     if free < wanted.file_bytes:
         raise _no_room(path, wanted, free)
     try:
         os.posix_fallocate(fd, 0, wanted.file_bytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-            raise _no_room(path, wanted, _free_bytes(path.parent)) from error
+            raise _no_room(path, wanted, free_bytes(path.parent)) from error
         raise
     if os.fstat(fd).st_blocks * 512 < wanted.file_bytes:
         raise ConfigError(f"stream.ring_dir: {path.parent} is on a file system that reserves no space; use a tmpfs")
@@ -711,21 +712,3 @@ def _no_room(path: Path, wanted: RingHeader, free: int) -> ConfigError:
         f"{path} needs {wanted.file_bytes} bytes and {free} are free: lower stream.slots ({wanted.slots}) or "
         "stream.token_budget, clear stale rings with `paceline clean`, or enlarge the file system of stream.ring_dir"
     )
-
-
-def _free_bytes(folder: Path) -> int:
-    """What can be written in `folder`; on a tmpfs that is no more than the memory that is left."""
-    system = os.statvfs(folder)
-    room = system.f_bavail * system.f_frsize if system.f_blocks else layout.WORD_LIMIT  # 0: a tmpfs without a limit
-    device = folder.stat().st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, rest = line.partition(" - ")
-        if mount.split()[2] == name and rest.split()[0] == "tmpfs":
-            return min(room, _free_memory())
-    return room
-
-
-def _free_memory() -> int:
-    amounts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return sum(int(amounts[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))

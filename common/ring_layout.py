@@ -252,16 +252,27 @@ def read_ring(fd: int, path: Path) -> RingRead:
     header = decode_header(page, about.st_size, path)
     if about.st_blocks * 512 < header.file_bytes:
         raise RingInvalid(f"{path}: not allocated in full")
+
+    def live() -> LiveWords:
+        return decode_live(_pread(fd, PAGE, 0, path))
+
     words, slots = read_table(
-        lambda: list(memoryview(os.pread(fd, header.table_bytes, TABLE_OFFSET)).cast("Q")),
-        lambda: decode_live(os.pread(fd, PAGE, 0)).last_seq,
+        lambda: list(memoryview(_pread(fd, header.table_bytes, TABLE_OFFSET, path)).cast("Q")),
+        lambda: live().last_seq,
         header.slot_bytes,
         path,
     )
     # The count is from before the table: a record that is committed meanwhile does not pass for a consumed one.
     counted = decode_live(page).produced
-    live = decode_live(os.pread(fd, PAGE, 0))._replace(produced=produced(words, counted))
-    return RingRead(header, live, slots)
+    return RingRead(header, live()._replace(produced=produced(words, counted)), slots)
+
+
+def _pread(fd: int, size: int, offset: int, path: Path) -> bytes:
+    """`size` bytes; RingInvalid if somebody has cut the file off since its size was checked."""
+    data = os.pread(fd, size, offset)
+    if len(data) != size:
+        raise RingInvalid(f"{path}: cut off while it was read")
+    return data
 
 
 def read_table(

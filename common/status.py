@@ -1,90 +1,252 @@
-"""`paceline status`: what runs of this machine say about themselves in status.json."""
+"""`paceline status`: how runs of this machine stand, from their trainers' status.json, their rings and their locks.
+
+Reads only. What a dead trainer said last is shown as that, with its age.
+"""
 
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import click
+from typing import TYPE_CHECKING, Any
 
 from . import paths
 from .errors import PacelineError
+from .inspect import RingInfo, read_rings, rings_json, runs_with_rings
 from .locks import held_by
-from .telemetry import STALE_SECONDS, bottleneck, duration, read_status
+from .telemetry import STALE_SECONDS, Status, bottleneck, duration, read_status
+from .window import TrainerState
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
-def find_status(name: str | None) -> list[dict[str, Any]]:
-    """The status of run `name`, or of every run that has one. To the keys of `Status` are added `alive` (a trainer
-    holds consumer.lock), `up` (a supervisor holds up.lock), `age_s` (of the status) and `directory`.
+@dataclass(frozen=True)
+class RunState:
+    """What can be known of a run from outside. `status` is {} if no trainer has been up."""
+
+    name: str
+    directory: Path | None
+    status: Status
+    alive: bool  # a trainer holds consumer.lock
+    up: bool  # a supervisor holds up.lock
+    age_s: float | None  # of the status
+    checkpoint_age_s: float | None
+    ring_folder: Path
+    rings: tuple[RingInfo, ...]
+
+    @property
+    def workers_alive(self) -> int:
+        return sum(ring.alive for ring in self.rings)
+
+    def json(self) -> dict[str, Any]:
+        """The object of `status --json`: status.json's keys, and what it cannot know."""
+        return {
+            "run": self.name,
+            **self.status,
+            "alive": self.alive,
+            "up": self.up,
+            "age_s": _rounded(self.age_s),
+            "directory": None if self.directory is None else str(self.directory),
+            "workers_alive": self.workers_alive,
+            "checkpoint_age_s": _rounded(self.checkpoint_age_s),
+            "bottleneck": bottleneck(self.status) if self.alive else "",
+            "rings": rings_json(self.name, self.rings)["rings"],
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def run_states(name: str | None, ring_folder: Path) -> list[RunState]:
+    """Run `name`, or every run that has a status or rings; rings are looked for below `ring_folder`, and where the
+    run's trainer says that they are.
 
     Raises:
-        PacelineError: a run was named and has no status here.
+        PacelineError: a run was named and there is no trace of it.
     """
-    found: list[dict[str, Any]] = []
-    for folder in paths.find_run_dirs(name):
-        status = read_status(folder / "status.json")
-        if status is None:
-            continue
-        age = max(time.time() - status.get("updated", 0.0), 0.0)
-        alive = _held(folder / "consumer.lock", age <= STALE_SECONDS)
-        up = _held(folder / "up.lock", False)
-        extra = {"alive": alive, "up": up, "age_s": round(age, 1), "directory": str(folder)}
-        found.append({"run": folder.name, **status, **extra})
+    folders = {folder.name: folder for folder in reversed(paths.find_run_dirs(name))}
+    names = {run for run in runs_with_rings(ring_folder) if name in (None, run)}
+    found = [_run_state(run, folders.get(run), ring_folder) for run in sorted(names | folders.keys())]
+    found = [state for state in found if state.status or state.rings]
     if name is not None and not found:
         bases = " or ".join(str(base) for base in paths.runtime_bases())
-        raise PacelineError(f"run {name} has no status in {bases}: its trainer has not been up since this machine was")
+        raise PacelineError(
+            f"run {name} has no status in {bases} and no rings in {ring_folder}: "
+            "it has not been up since this machine was"
+        )
     return found
+
+
+def _run_state(name: str, directory: Path | None, ring_folder: Path) -> RunState:
+    status = (read_status(directory / "status.json") if directory else None) or {}
+    age = max(time.time() - status.get("updated", 0.0), 0.0) if status else None
+    fresh = age is not None and age <= STALE_SECONDS
+    own = Path(status["ring_dir"]) if "ring_dir" in status else ring_folder / name
+    folder = own if own.is_dir() else ring_folder / name
+    return RunState(
+        name=name,
+        directory=directory,
+        status=status,
+        alive=bool(directory and _held(directory / "consumer.lock", fresh)),
+        up=bool(directory and _held(directory / "up.lock", False)),
+        age_s=age,
+        checkpoint_age_s=_age(status.get("checkpoint")),
+        ring_folder=folder,
+        rings=tuple(read_rings(folder)),
+    )
+
+
+def trainer_of(name: str) -> TrainerState:
+    """What run `name`'s lock and status.json say of its trainer now. Raises nothing."""
+    for folder in paths.find_run_dirs(name):
+        try:
+            alive = held_by(folder / "consumer.lock") is not None
+        except OSError:  # another user's run: only the status can be read
+            alive = None
+        return TrainerState.of(alive, read_status(folder / "status.json"), time.time())
+    return TrainerState()
 
 
 def _held(lock: Path, unknown: bool) -> bool:
     try:
         return held_by(lock) is not None
-    except PermissionError:  # another user's run: only the status can be read
+    except OSError:
         return unknown
 
 
-def show_status(found: list[dict[str, Any]]) -> None:
-    """Prints a few lines for each run."""
-    if not found:
-        click.echo("no run has a status on this machine")
-    for place, status in enumerate(found):
-        if place:
-            click.echo()
-        for line in status_lines(status):
-            click.echo(line)
+def _age(checkpoint: str | None) -> float | None:
+    """Seconds since a checkpoint was completed: its manifest is written last."""
+    if not checkpoint:
+        return None
+    try:
+        return max(0.0, time.time() - (Path(checkpoint) / "manifest.json").stat().st_mtime)
+    except OSError:
+        return None
 
 
-def status_lines(status: dict[str, Any]) -> list[str]:
-    """A run's status as text: state and progress, learning, rates and queues, who waits."""
+# As text
 
-    def known(key: str, form: str, scale: float = 1) -> str:
-        value = status.get(key)
-        return "-" if value is None else format(value * scale, form)
 
+def status_text(state: RunState) -> str:
+    """A run on a few lines: a heading, then a name and what there is to say of it on each."""
+    lines = [f"{state.name}  {_heading(state)[0]}", *(f"  {name:<10}  {text}" for name, text in status_lines(state))]
+    return "\n".join(lines)
+
+
+def status_table(state: RunState) -> "RenderableType":
+    """`status_text` for a terminal: in colour, long lines folded under their own start."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in status_lines(state):
+        grid.add_row(f"  {name}", Text(text, style=_colour(name, text)))
+    heading, colour = _heading(state)
+    return Group(Text.assemble((state.name, "bold"), "  ", (heading, colour)), grid)
+
+
+def _colour(name: str, text: str) -> str:
+    if name == "bottleneck":
+        return "bold green" if text.startswith("balanced") else "bold yellow"
+    return "red" if name == "trouble" else ""
+
+
+def _heading(state: RunState) -> tuple[str, str]:
+    """The run's state in words, and their colour."""
+    status = state.status
+    said = status.get("state", "")
+    if not status:
+        return f"no trainer has been up; {_workers(state)}", "yellow"
+    if said == "finished":
+        return f"finished {duration(state.age_s)} ago", "green"
+    if not state.alive:
+        return f"no trainer is up (last {said or 'seen'}, {duration(state.age_s)} ago)", "red"
+    if (state.age_s or 0.0) > STALE_SECONDS:
+        return f"{said}, but silent for {duration(state.age_s)}", "red"
+    return said, "green" if said in ("training", "evaluating", "saving") else "yellow"
+
+
+def _workers(state: RunState) -> str:
+    return _count(state.workers_alive, "worker") + " up"
+
+
+def status_lines(state: RunState) -> list[tuple[str, str]]:
+    """Name and text of each line; without what is not known."""
+    status, lines = state.status, []
+    if status:
+        lines.append(("progress", _progress(state)))
+    if message := status.get("message"):
+        lines.append(("says", message))
+    if state.alive and (waits := bottleneck(status)):
+        lines.append(("bottleneck", waits))
+    lines.append(("targets", _joined([_workers(state), *_part(status, "target_bps", "{:.2f} batches/s")])))
+    if status:
+        lines.append(("drafters", _drafters(status)))
+        lines.append(("learning", _learning(status)))
+    if state.rings:
+        lines.append(("rings", _rings(state.rings)))
+    if "checkpoint" in status:
+        age = "" if state.checkpoint_age_s is None else f", {duration(state.checkpoint_age_s)} ago"
+        lines.append(("checkpoint", f"{status['checkpoint']}{age}"))
+    if "listed" in status:
+        refused = [f"{status['refused']} refused by ranks since the trainer's start"] if "refused" in status else []
+        audit = " (`paceline audit` names them)" if status["listed"] else ""
+        lines.append(("records", _joined([f"{_count(status['listed'], 'batch', 'batches')} listed{audit}", *refused])))
+    lines += [("trouble", str(ring.problem)) for ring in state.rings if ring.problem]
+    return [(name, text) for name, text in lines if text]
+
+
+def _progress(state: RunState) -> str:
+    status = state.status
     step, total = status.get("step", 0), status.get("total_steps")
-    progress = f"step {step:,}" + (f" of {total:,} ({step / total:.0%})" if total else "")
-    progress += f", epoch {known('epoch', '.2f')}" + (f" of {status['epochs']}" if "epochs" in status else "")
-    state = status.get("state", "")
-    if status["alive"]:
-        progress += f", ETA {duration(status.get('eta_s'))}"
-    if not status["alive"] and state != "finished":
-        state = f"no trainer is up (last {state}, {duration(status['age_s'])} ago)"
-    elif status["alive"] and status["age_s"] > STALE_SECONDS:
-        state = f"{state}, silent for {duration(status['age_s'])}"
-    lines = [
-        f"{status['run']}: {state}; {progress}",
-        f"  loss {known('loss', '.3f')}  acc {known('acc', '.2f')}  tau {known('tau', '.2f')}"
-        f"  tau_chain {known('tau_chain', '.2f')}  lr {known('lr', '.1e')}",
-        f"  target {known('target_bps', '.2f')} batches/s, drafter {known('drafter_bps', '.2f')} batches/s"
-        f" ({known('tokens_per_s', '.1f', 1e-3)} Ktok/s)",
-        f"  {known('workers', 'd')} workers up, {known('ranks', 'd')} ranks;"
-        f" q_pre {status.get('q_pre', [])}, q_hs {status.get('q_hs', [])} of {known('slots', 'd')} slots",
-    ]
-    if status.get("message"):
-        lines.append(f"  {status['message']}")
-    if status["alive"] and (waits := bottleneck(status)):
-        lines.append(f"  {waits}")
-    if status.get("listed"):
-        lines.append(f"  {status['listed']} batches refused or skipped (`paceline audit` names them)")
-    if status.get("checkpoint"):
-        lines.append(f"  newest checkpoint: {status['checkpoint']}")
-    return lines
+    epochs = f" of {status['epochs']}" if "epochs" in status else ""
+    parts = [f"step {step:,}" + (f" of {total:,} ({step / total:.0%})" if total else "")]
+    parts += _part(status, "epoch", "epoch {:.2f}" + epochs)
+    if state.alive:
+        parts.append(f"ETA {duration(status.get('eta_s'))}")
+    return _joined(parts)
+
+
+def _drafters(status: Mapping[str, Any]) -> str:
+    return _joined(
+        [
+            _count(status.get("ranks", 0), "rank"),
+            *_part(status, "drafter_bps", "{:.2f} batches/s"),
+            *_part(status, "tokens_per_s", "{:.1f} Ktok/s", 1e-3),
+            *_part(status, "wait_gpu", "{:.0%} of the time computing"),
+            *_part(status, "wait_data", "{:.0%} waiting for data"),
+        ]
+    )
+
+
+def _learning(status: Mapping[str, Any]) -> str:
+    forms = {"loss": ".3f", "acc": ".2f", "tau": ".2f", "tau_chain": ".2f", "lr": ".1e"}
+    return "  ".join(part for key, form in forms.items() for part in _part(status, key, f"{key} {{:{form}}}"))
+
+
+def _rings(rings: Iterable[RingInfo]) -> str:
+    whole = [ring for ring in rings if ring.problem is None]
+    slots, ages = (
+        sum(len(ring.states) for ring in whole),
+        [r.oldest_ready_s for r in whole if r.oldest_ready_s is not None],
+    )
+    each = " ".join(f"{ring.worker} {ring.held}/{len(ring.states)}" for ring in whole[:16])
+    oldest = [f"oldest record {duration(max(ages))}"] if ages else []
+    return _joined([f"{sum(ring.held for ring in whole)} of {slots} slots hold a record ({each})", *oldest])
+
+
+def _part(status: Mapping[str, Any], key: str, form: str, scale: float = 1.0) -> list[str]:
+    value = status.get(key)
+    return [] if value is None else [form.format(value if scale == 1.0 else value * scale)]
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _count(number: int, name: str, plural: str = "") -> str:
+    return f"{number:,} {name if number == 1 else plural or name + 's'}"

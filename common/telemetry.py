@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast, get_args, get_type_hints
 
 from . import faults
 
@@ -56,7 +56,14 @@ class Status(TypedDict, total=False):
     wait_gpu: float  # share spent computing
     worker_wait: float  # share of the workers' time spent waiting for a free slot or for work
     listed: int  # batches refused or skipped so far
+    refused: int  # records that ranks refused since this trainer process started
+    trained_records: int  # records trained by this trainer process
+    trained_tokens: int  # context tokens of them
+    ring_dir: str  # where the run's rings are
     checkpoint: str  # newest complete one
+
+
+_STATUS_TYPES = get_type_hints(Status)
 
 
 def write_status(path: Path, status: Mapping[str, Any]) -> None:
@@ -71,12 +78,27 @@ def write_status(path: Path, status: Mapping[str, Any]) -> None:
 
 
 def read_status(path: Path) -> Status | None:
-    """The last status written; None if there is none that can be read."""
+    """The last status written; None if there is none that can be read.
+
+    Left out is what is unknown (null), and any key of `Status` with a value of another type: another version wrote it.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return cast(Status, found) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    return cast(Status, {key: value for key, value in found.items() if _is_typed(key, value)})
+
+
+def _is_typed(key: str, value: Any) -> bool:
+    kind = _STATUS_TYPES.get(key, object)
+    if kind in (list[int], list[str]):
+        (item,) = get_args(kind)
+        return isinstance(value, list) and all(type(one) is item for one in value)
+    if kind is float:
+        kind = int | float
+    return value is not None and isinstance(value, kind) and not (isinstance(value, bool) and kind is not object)
 
 
 def _finite(value: Any) -> Any:
@@ -132,17 +154,15 @@ def log_line(values: Mapping[str, Any]) -> str:
 
 
 def bottleneck(status: Mapping[str, Any]) -> str:
-    """Which side waits for which, and what would help, as one sentence; empty while that is not known."""
+    """Which side waits for which by the trainer's own count, and what would help; empty while that is not known."""
     data, worker = status.get("wait_data"), status.get("worker_wait")
     if data is None:
         return ""
     if data >= 0.1 and data >= (worker or 0.0):
-        return (
-            f"the trainer waits for hidden states {data:.0%} of its time: the target is the slower side (add workers)"
-        )
+        return f"targets are the bottleneck: the trainer waits for hidden states {data:.0%} of its time (add workers)"
     if worker is not None and worker >= 0.1:
-        return f"the workers wait for free slots {worker:.0%} of their time: the drafter is the slower side, add ranks"
-    return "both sides are busy"
+        return f"drafters are the bottleneck: the workers wait for free slots {worker:.0%} of their time (add ranks)"
+    return "balanced: neither side waits for the other"
 
 
 # Metrics

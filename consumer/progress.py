@@ -1,6 +1,7 @@
 """What the trainer says about itself while it runs: log line, metrics and status.json, from what rank 0 reports of each
 phase and from what the feed sees of the workers."""
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,9 @@ class Progress:
             "epoch": self._epoch(step),
             "slots": slots,
             "listed": listed,
+            "trained_records": 0,
+            "trained_tokens": 0,
+            "pid": os.getpid(),
             "state": "starting",
             "message": "",
         }
@@ -72,6 +76,8 @@ class Progress:
             return
         self._metrics.write(number + 1, values)
         self.status |= {"step": number + 1, "epoch": values["epoch"]}
+        self.status["trained_records"] += values["records"]
+        self.status["trained_tokens"] += values["tokens"]
         self._window = [(at, old) for at, old in self._window if now - at <= _REMEMBER_S] + [(now, values)]
         self._since_line.append(values)
 
@@ -87,8 +93,13 @@ class Progress:
         self._made = [one for one in self._made if now - one[0] <= _REMEMBER_S]
         self._made.append((now, self._total_made, self._total_waited))
         alive = sum(worker.alive for worker in snapshot.workers)
-        names = [worker.worker for worker in snapshot.workers]
-        self.status |= {"workers": alive, "names": names, "q_pre": snapshot.q_pre, "q_hs": snapshot.q_hs}
+        self.status |= {
+            "workers": alive,
+            "names": [worker.worker for worker in snapshot.workers],
+            "q_pre": snapshot.q_pre,
+            "q_hs": snapshot.q_hs,
+            "refused": snapshot.counters["refused"],
+        }
         first, seconds = self._made[0], now - self._made[0][0]
         if seconds > 1:
             self.status["target_bps"] = (self._total_made - first[1]) / seconds

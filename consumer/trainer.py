@@ -283,6 +283,9 @@ class Trainer:
                 metrics=metrics,
                 status_path=paths.status_path(run),
             )
+            self._progress.status["ring_dir"] = str(paths.ring_dir(run))
+            if start.checkpoint is not None:
+                self._progress.status["checkpoint"] = str(start.checkpoint)
             feeder.start()
             try:
                 self._ranks.start(self._jobs(), rank_command)

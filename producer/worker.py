@@ -29,7 +29,7 @@ import zmq
 from ..common import faults, paths
 from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
-from ..common.devices import assign_devices
+from ..common.devices import assign_devices, device_label
 from ..common.drops import lost
 from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint, run_fingerprint
@@ -153,7 +153,7 @@ def _serve(run: RunFile, index: int, device: str | None, source: StateSource | N
         fingerprint=spec.fingerprint,
         slots=run.stream.slots,
         slot_bytes=slot_bytes(budget, max_rows(budget), spec.planes, spec.hidden_size, spec.dtype),
-        device=device,
+        device=device_label(device),
     )
     with contextlib.ExitStack() as stack:
         stack.callback(ring.close)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from paceline.common import __version__, cli, paths
+from paceline.common import __version__, cli, paths, telemetry
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
@@ -20,6 +20,7 @@ from paceline.common.telemetry import write_status
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
     monkeypatch.setattr(paths, "SYSTEM_RUNTIME", tmp_path / "no-system-runs")
+    monkeypatch.setattr(paths, "DEFAULT_RING_DIR", tmp_path / "no-rings")
     monkeypatch.delenv("PACELINE_DEBUG", raising=False)
     return tmp_path / "rt"
 
@@ -66,7 +67,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"paceline {__version__}\n"
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in ("init", "prepare", "up", "producer", "consumer", "rings", "status", "audit", "clean"):
+    for command in ("prepare", "up", "producer", "consumer", "rings", "status", "metrics", "doctor", "audit", "clean"):
         assert f"\n  {command}" in shown
     assert "..." not in shown.partition("Commands:")[2], "every command's help fits its line"
 
@@ -180,20 +181,49 @@ def test_init_elsewhere_keeps_paths_right(tmp_path: Path, monkeypatch: pytest.Mo
 # Status
 
 
-def test_status(runtime: Path, run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status(runtime: Path, run_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = paths.run_dir("t")
+    checkpoint = tmp_path / "step-00000004"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").touch()
+    then = time.time() - 200
+    os.utime(checkpoint / "manifest.json", (then, then))
     values = {"state": "training", "step": 5, "total_steps": 10, "loss": 1.5, "updated": time.time(), "wait_data": 0.5}
     values |= {"workers": 2, "ranks": 1, "slots": 3, "tokens_per_s": 1500.0, "epoch": 0.5, "epochs": 6, "eta_s": 60.0}
+    values |= {"checkpoint": str(checkpoint), "listed": 1, "refused": 2, "target_bps": 0.5, "tau": 2.5}
     write_status(folder / "status.json", values)
+    ring = open_ring(tmp_path)
     with FileLock(folder / "consumer.lock", "trainer of run t") as lock:
         assert lock.acquire()
         assert main(["status", str(run_path)]) == 0
-        shown = capsys.readouterr().out
-        assert "t: training; step 5 of 10 (50%), epoch 0.50 of 6, ETA 1m" in shown and "loss 1.500" in shown
-        assert "2 workers up, 1 ranks" in shown and "(1.5 Ktok/s)" in shown
-        assert "the target is the slower side" in shown
+        assert capsys.readouterr().out.splitlines() == [
+            "t  training",
+            "  progress    step 5 of 10 (50%), epoch 0.50 of 6, ETA 1m",
+            "  bottleneck  " + telemetry.bottleneck(values),
+            "  targets     1 worker up, 0.50 batches/s",
+            "  drafters    1 rank, 1.5 Ktok/s, 50% waiting for data",
+            "  learning    loss 1.500  tau 2.50",
+            "  rings       0 of 2 slots hold a record (w0 0/2)",
+            f"  checkpoint  {checkpoint}, 3m ago",
+            "  records     1 batch listed (`paceline audit` names them), 2 refused by ranks since the trainer's start",
+        ]
+        write_status(folder / "status.json", values | {"updated": time.time() - 60})
+        assert main(["status", "t"]) == 0
+        assert "t  training, but silent for 1m" in capsys.readouterr().out
     assert main(["status", "t"]) == 0
-    assert "no trainer is up (last training, 0s ago)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "t  no trainer is up (last training, 1m ago)" in shown and "ETA" not in shown and "bottleneck" not in shown
+    ring.close()
+
+
+def test_status_of_workers_that_wait_for_their_first_trainer(
+    runtime: Path, run_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring = open_ring(tmp_path)
+    assert main(["status", str(run_path)]) == 0
+    assert capsys.readouterr().out.startswith("t  no trainer has been up; 1 worker up\n")
+    assert not runtime.exists(), "looking creates nothing"
+    ring.close()
 
 
 def test_status_json(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +231,7 @@ def test_status_json(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "t", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["step"], found["alive"], found["up"]) == ("t", 5, False, False)
-    assert 59 < found["age_s"] < 120
+    assert 59 < found["age_s"] < 120 and found["workers_alive"] == 0 and found["rings"] == []
     assert main(["status", "--json"]) == 0
     assert [one["run"] for one in json.loads(capsys.readouterr().out)] == ["t"]
 

@@ -71,3 +71,24 @@ def test_the_only_visible_gpu_is_used_whatever_the_run_file_says(monkeypatch: py
     assert assign_devices(run) == (["cuda:0", "cpu", "cuda:0"], ["cuda:0"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     assert assign_devices(run) == (["cuda:5", "cpu", "cuda:5"], ["cuda:7"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "label"),
+    [
+        (None, "cuda:1", "cuda:1"),
+        ("", "cuda:1", "cuda:1"),
+        ("6", "cuda:0", "cuda:0 (GPU 6)"),
+        ("6, 2", "cuda:1", "cuda:1 (GPU 2)"),
+        ("0,1", "cuda:1", "cuda:1"),
+        ("6", "cuda", "cuda (GPU 6)"),
+        ("6", "cuda:3", "cuda:3"),
+        ("6", "cpu", "cpu"),
+        ("GPU-8f3a1c2e-1111", "cuda:0", "cuda:0 (GPU-8f3a1c2e)"),
+    ],
+)
+def test_labels_name_the_gpu(monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str, label: str) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.device_label(device) == label

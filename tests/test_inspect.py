@@ -1,22 +1,19 @@
 """`paceline rings`: true, quick, and without a trace."""
 
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from paceline.common import inspect as rings
+from paceline.common import ring_layout
 from paceline.common.fingerprint import Fingerprint
+from paceline.common.record_head import HEAD, MAGIC
 from paceline.common.ring import Ring, RingReader
-from rich.console import Console
-
-STATES = ("ready",) * 3 + ("taken", "writing") + ("free",) * 3
 
 
 @pytest.fixture
@@ -139,83 +136,32 @@ def test_it_starts_without_numpy_torch_and_pydantic(folder: Path):
     assert done.stdout == "\n"
 
 
-def info(worker: str = "w0", **changes) -> rings.RingInfo:
-    whole = rings.RingInfo(
-        worker=worker,
-        path=Path(f"/dev/shm/paceline/demo/{worker}.ring"),
-        pid=1234,
-        device="cuda:0",
-        alive=True,
-        states=STATES,
-        slot_bytes=3 << 20,
-        produced=100,
-        ring_id=hash(worker),
-        oldest_ready_s=2.5,
-        read_at=50.0,
-    )
-    return replace(whole, **changes)
+def test_tokens_are_read_from_the_heads_of_ready_records(folder: Path):
+    ring = open_ring(folder, "w0")
+    slot = ring.claim(7)
+    assert slot is not None
+    slot.payload[: HEAD.size] = HEAD.pack(MAGIC, 7, 1, 2, 96, 1, 4, 0, 0)
+    ring.commit(slot, 1000, 0)
+    other = ring.claim(8)  # another batch's head: a slot that is used again just now
+    assert other is not None
+    other.payload[: HEAD.size] = HEAD.pack(MAGIC, 9, 1, 2, 96, 1, 4, 0, 0)
+    ring.commit(other, 1000, 0)
+    (info,) = rings.read_rings(folder)
+    assert info.records == ((slot.seq, 96),) and info.held == 2
 
 
-def test_rates_come_from_two_readings_of_one_ring():
-    before = [info("w0"), info("w1"), info("w2")]
-    now = [
-        info("w0", produced=104, states=("free",) * 8, read_at=52.0),
-        info("w1", ring_id=5, produced=3, read_at=52.0),
-        info("w3", read_at=52.0),
-    ]
-    assert rings.rates(before, now) == {"w0": rings.Rates(produced=2.0, consumed=4.0)}
-    assert rings.rates(now, now) == {}
+@pytest.mark.parametrize("left", [0, 100, 4096, 4096 + 3, 4096 + 64, 4096 + 1016])
+def test_a_ring_that_is_cut_off_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch, left: int):
+    """Its size was right when it was checked."""
+    ring = open_ring(folder, "w0")
+    commit(ring, 2)
+    size, decode = ring.path.stat().st_size, ring_layout.decode_header
 
+    def cut(*arguments):
+        os.truncate(ring.path, left)
+        return decode(*arguments)
 
-def drawn(width: int, *, ascii_only: bool = False) -> list[str]:
-    infos = [
-        info("w0"),
-        info("w1", alive=False, states=("ready",) * 60 + ("taken",) + ("free",) * 3),
-        info("w2", alive=False, retired=True, oldest_ready_s=None),
-        rings.RingInfo("w3", Path("w3.ring"), problem="w3.ring: not a ring"),
-    ]
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(rings.table("demo", infos, {"w0": rings.Rates(1.5, 2.25)}, width=width, ascii_only=ascii_only))
-    return console.export_text().splitlines()
-
-
-@pytest.mark.parametrize("width", [20, 39, 40, 63, 64, 80, 95, 96, 127, 128, 200])
-def test_the_table_fits_its_terminal(width: int):
-    lines = drawn(width)
-    assert all(len(line) <= width for line in lines)
-    rows = {line.split()[0]: line for line in lines if line.startswith("w")}
-    assert "███▓▒···" in rows["w0"] or ("█" in rows["w0"] and width < 32)
-    assert {"w0", "w1", "w2"} <= rows.keys()
-    assert "not a ring" in " ".join(lines).replace("  ", " ")
-    bar = "".join(character for character in rows["w1"] if character in "█▓▒·")
-    assert "█" in bar and "▓" in bar and "·" in bar and len(bar) == min(24, max(4, width // 4))
-    if width >= 40:
-        assert "1.50" in rows["w0"] and "2.25" in rows["w0"] and "2.5s" in rows["w0"]
-    if width >= 64:
-        assert "pid 1234" in rows["w0"] and "dead" in rows["w1"] and "retired" in rows["w2"]
-    if width >= 128:
-        assert "cuda:0" in rows["w0"] and "3 MiB" in rows["w0"]
-    assert "…" not in "".join(lines) or width < 40
-
-
-def test_the_table_in_ascii():
-    assert all(line.isascii() for width in (30, 80, 130) for line in drawn(width, ascii_only=True))
-
-
-def test_watching_prints_table_after_table_where_there_is_no_terminal(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    ring = busy_ring(folder)
-    sleeps = iter((lambda: commit(ring, 1), lambda: None))
-
-    def sleep(seconds: float) -> None:
-        act = next(sleeps, None)
-        if act is None:
-            raise KeyboardInterrupt
-        act()
-
-    monkeypatch.setattr(rings.time, "sleep", sleep)
-    with (tmp_path / "out").open("w") as file, pytest.raises(KeyboardInterrupt):
-        rings.watch("demo", folder, Console(file=file, width=100))
-    text = (tmp_path / "out").read_text()
-    assert text.count("demo: 1 rings") == 3 and "in/s" in text
+    monkeypatch.setattr(ring_layout, "decode_header", cut)
+    (info,) = rings.read_rings(folder)
+    assert info.problem is not None and "cut off while it was read" in info.problem
+    os.truncate(ring.path, size)

@@ -80,7 +80,7 @@ def test_the_screen(run: RunFile, console: Console) -> None:
         "packing",
         "restarts in 4s",
         "RuntimeError: out of memory",
-        "the target is the slower side",
+        "targets are the bottleneck",
         "Ctrl-C stops with a checkpoint",
     ):
         assert part in text

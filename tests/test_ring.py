@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from paceline.common import ring as ring_module
-from paceline.common import ring_layout
+from paceline.common import ring_layout, space
 from paceline.common.errors import ConfigError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.locks import FileLock, held_by
@@ -501,7 +501,7 @@ def test_a_ring_too_large_for_its_tmpfs_is_refused(
     slot = fill(other, 1)
     used = os.statvfs(small_tmpfs).f_bfree
     if told_too_late:
-        monkeypatch.setattr(ring_module, "_free_bytes", lambda folder: 1 << 40)
+        monkeypatch.setattr(ring_module, "free_bytes", lambda folder: 1 << 40)
     with pytest.raises(ConfigError, match=r"w0.ring needs \d+ bytes and \d+ are free: lower stream.slots \(4\)"):
         open_ring(small_tmpfs / "w0.ring", slots=4, slot_bytes=2 << 20)
     assert names(small_tmpfs) == ["w1.ring"] and os.statvfs(small_tmpfs).f_bfree == used
@@ -509,7 +509,7 @@ def test_a_ring_too_large_for_its_tmpfs_is_refused(
 
 
 def test_no_room_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ring_module, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(space, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="needs 40960 bytes and 1000 are free"):
         open_ring(path)
     assert names(path.parent) == []
@@ -519,7 +519,7 @@ def test_a_replacement_that_does_not_fit_leaves_the_old_ring(path: Path, monkeyp
     ring = open_ring(path)
     fill(ring, 1)
     ring.close()
-    monkeypatch.setattr(ring_module, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(space, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="are free"):
         open_ring(path, slots=8)
     assert len(ready(RingReader.open(path))) == 1 and names(path.parent) == ["w0.ring"]

@@ -53,19 +53,27 @@ def test_duration(seconds: float | None, text: str) -> None:
 
 def test_bottleneck_names_the_slower_side() -> None:
     assert bottleneck({}) == ""
-    assert "target is the slower" in bottleneck({"wait_data": 0.4, "worker_wait": 0.0})
-    assert "drafter is the slower" in bottleneck({"wait_data": 0.02, "worker_wait": 0.6})
-    assert bottleneck({"wait_data": 0.02, "worker_wait": 0.03}) == "both sides are busy"
+    assert "targets are the bottleneck" in bottleneck({"wait_data": 0.4, "worker_wait": 0.0})
+    assert "drafters are the bottleneck" in bottleneck({"wait_data": 0.02, "worker_wait": 0.6})
+    assert bottleneck({"wait_data": 0.02, "worker_wait": 0.03}) == "balanced: neither side waits for the other"
 
 
 def test_status_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     assert read_status(path) is None
     write_status(path, {"step": 3, "loss": float("nan"), "q_hs": [1, 2]})
-    assert read_status(path) == {"step": 3, "loss": None, "q_hs": [1, 2]}
+    assert json.loads(path.read_text()) == {"step": 3, "loss": None, "q_hs": [1, 2]}
+    assert read_status(path) == {"step": 3, "q_hs": [1, 2]}
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
     path.write_text("{half")
     assert read_status(path) is None
+
+
+def test_values_of_another_version_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    wrong = {"step": "3", "loss": "low", "q_hs": [1, "2"], "names": "w0", "updated": None, "state": 7, "listed": True}
+    path.write_text(json.dumps(wrong | {"epoch": 1, "later": {"any": 1}}))
+    assert read_status(path) == {"epoch": 1, "later": {"any": 1}}
 
 
 def test_metrics_keep_the_surviving_timeline(tmp_path: Path) -> None:
