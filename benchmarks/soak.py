@@ -3,9 +3,9 @@
     python benchmarks/soak.py [--faults 200] [--seed 0] [--drop 0.1] [--pause 1.5] [--keep FOLDER]
 
 `paceline up` trains a real drafter from a real, tiny, random Llama on the CPU. Meanwhile processes get SIGKILL, or
-SIGSTOP and a while later SIGCONT; workers are added and removed through the supervisor's control socket; everything is stopped
-and started again; and each process loses a tenth of the messages that it sends. Then the run is let to its end. Exits 1
-unless
+SIGSTOP and a while later SIGCONT; workers are added and removed through the supervisor's control socket; everything
+is stopped and started again; and each process loses a tenth of the messages that it sends. Then the run is let to its
+end. Exits 1 unless
 
     audit      every batch of the plan trained once or listed, none missing and none twice
     rings      in the end every slot of every ring is free again, and no ring of a removed worker is left
