@@ -89,7 +89,7 @@ def _log_to_stderr() -> None:
     import faulthandler
     import logging
 
-    faulthandler.enable()
+    faulthandler.enable(2)  # by number: sys.stderr may be no file
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
 
@@ -113,7 +113,7 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
 # Setting up
 
 
-@cli.command()
+@cli.command(short_help="Run the whole pipeline on a small real target here.")
 @click.argument("out", type=click.Path(path_type=Path), default=Path("paceline-demo"))
 @click.option(
     "--data",
@@ -132,7 +132,7 @@ def demo(out: Path, data: Path | None, plain: bool) -> int:
     return run_demo(out, data=data, plain=plain)
 
 
-@cli.command()
+@cli.command(short_help="Write a commented run file for a target.")
 @click.argument("path", metavar="[RUN.toml]", type=click.Path(path_type=Path), default=Path("run.toml"))
 @click.option("--target", required=True, help="Local folder, GGUF file or hub id of a causal language model.")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use, 0 for CPU. Default: all of this machine.")
@@ -321,7 +321,7 @@ def scale(run: str, count: int, gpus: tuple[int, ...]) -> None:
     scale_run(name, folder / name, count, gpus, click.echo)
 
 
-@cli.command()
+@cli.command(short_help="Stop a live run with a checkpoint.")
 @_live_run_argument
 def stop(run: str) -> None:
     """Stop a live run with a checkpoint, and wait until it has ended.
@@ -643,7 +643,7 @@ def evaluate(
     return 0 if report.lossless else 1
 
 
-@cli.command()
+@cli.command(short_help="Write a checkpoint's drafter for engines to load.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
@@ -667,7 +667,7 @@ def export(checkpoint: Path, out: Path, format_name: str, dtype: str | None) -> 
     click.echo(f"measure it with: paceline eval {made.folder} --target {made.target}")
 
 
-@cli.group()
+@cli.group(short_help="Measure this machine, in ratios.")
 def bench() -> None:
     """Measure this machine: tables with ratios to what a part reaches alone."""
 

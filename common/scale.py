@@ -110,12 +110,9 @@ def scale(run: str, ring_dir: Path, count: int, gpus: Sequence[int], say: Say) -
         say(ask(paths.up_socket(folder), request)["said"])
         _Wait(run, folder, count, say).until_scaled()
     elif _has_units(run):
-        from . import units  # pyright: ignore[reportAttributeAccessIssue]
+        from . import units
 
-        for path in ring_paths(ring_dir):
-            if (worker_index(path.stem) or 0) >= count and worker_index(path.stem) is not None:
-                retire(path)
-        units.scale_units(run, count, list(gpus))
+        units.scale_units(run, count, gpus, say=say)
         retire_dead(ring_dir, count)
         say(f"{run} has {count} workers")
     else:
@@ -135,9 +132,9 @@ def stop(run: str, say: Say) -> None:
         while held_by(folder / "up.lock"):
             time.sleep(POLL_S)
     elif _has_units(run):
-        from . import units  # pyright: ignore[reportAttributeAccessIssue]
+        from . import units
 
-        units.stop_units(run)
+        units.stop_units(run, say=say)
     else:
         raise _unsupervised(run)
     say(f"{run} has stopped")
@@ -155,10 +152,8 @@ def _supervised(run: str) -> Path | None:
 
 
 def _has_units(run: str) -> bool:
-    try:
-        from . import units  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError:
-        return False
+    from . import units
+
     return units.systemd_has(run)
 
 

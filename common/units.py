@@ -4,7 +4,7 @@
     paceline-consumer@RUN.service    the trainer
     paceline-producer@RUN.N.service  worker N; two files make it part of the run, as no unit can split its own name:
         /etc/systemd/system/paceline-producer@RUN.N.service.d/50-paceline.conf   PartOf= and WantedBy= the target
-        /etc/paceline/RUN.N.env      CUDA_VISIBLE_DEVICES, for a worker that was given its GPU by `--gpu`
+        /etc/paceline/RUN.N.env      CUDA_VISIBLE_DEVICES, for a worker that `--gpu` put there
 
 Enabled instances come back after a reboot, as many as the last `scale` asked for. Imports no torch.
 """
@@ -14,22 +14,26 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from .devices import installed_gpus
 from .errors import ConfigError, PacelineError, UsageError
-from .ring import RingInvalid, RingReader
+from .scale import retire
 
 CONFIG_DIR = Path("/etc/paceline")
 UNIT_DIR = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")  # sd_booted(3)
 
+LEAVE_SECONDS = 60.0
+"""How long a removed worker may take to make its batch to the end."""
+
 _MARK = "# Written by `paceline scale`, which removes it with its worker."
 _DROP_IN = "50-paceline.conf"
 _ACTIVE = ("active", "activating", "reloading", "deactivating")
-_GPU = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+")
 _INSTANCE = re.compile(r"(?P<run>[a-z0-9][a-z0-9_-]*)\.(?P<worker>0|[1-9][0-9]*)")
 
 Say = Callable[[str], None]
@@ -157,59 +161,49 @@ def systemd_has(run_name: str) -> bool:
 # Scaling
 
 
-def scale_units(run_name: str, count: int, gpu: str | None = None, *, say: Say = print) -> None:
-    """Makes `count` workers of the run be up, now and after a reboot. Returns once systemd says that they are.
+def scale_units(run_name: str, count: int, gpus: Sequence[int] = (), *, say: Say = print) -> None:
+    """Makes workers 0 to `count` - 1 of the run be up, now and after a reboot, and no others; waits until it is so.
 
-    New workers take the lowest free numbers, and the GPUs that `gpu` names (an index or UUID for each, with commas);
-    removed are the highest: they give back their work, their rings are retired, and the trainer drains and removes
-    those.
+    New workers go to `gpus` in turn, or where the run file puts them. Those removed make their batch to the end, their
+    rings are retired, and the trainer drains and removes these.
 
     Raises:
-        UsageError: `gpu` does not fit the new workers. ConfigError: there is no such GPU, or no such run file.
+        UsageError: `gpus` without new workers. ConfigError: there is no such GPU, or no run file of the units.
         PacelineError: no root rights, or a worker that does not come up or go down; names what it said last.
     """
     need_root("scale")
-    if count < 0:
-        raise UsageError(f"a run cannot have {count} workers")
     if not (CONFIG_DIR / f"{run_name}.toml").is_file():
         raise ConfigError(f"{CONFIG_DIR / run_name}.toml: no such file; it is the run file of the units")
     present = workers(run_name)
-    kept, removed = present[:count], present[count:]
-    free = (number for number in range(count + len(present)) if number not in present)
-    new = [next(free) for _ in range(count - len(kept))]
-    gpus = _split_gpus(gpu, new)
+    removed = [number for number in present if number >= count]
+    new = [number for number in range(count) if number not in present]
+    placed = _place(new, gpus)
     if removed:
         _remove(run_name, removed, say)
-    for number, name in zip(new, gpus, strict=True):
-        _add(run_name, number, name)
-    down = [number for number in kept if not unit_state(worker_unit(run_name, number)).up]
-    _start(run_name, sorted(new + down), say)
-    say(f"run {run_name} has {count} worker{'s' * (count != 1)}: {_names(sorted(kept + new)) or 'none'}")
+    for number in new:
+        _add(run_name, number, placed.get(number))
+    down = [number for number in range(count) if not unit_state(worker_unit(run_name, number)).up]
+    _start(run_name, down, say)
 
 
 def _names(numbers: Iterable[int]) -> str:
     return ", ".join(f"w{number}" for number in numbers)
 
 
-def _split_gpus(gpu: str | None, new: Sequence[int]) -> list[str | None]:
-    """The GPU of each new worker."""
-    if gpu is None:
-        return [None] * len(new)
+def _place(new: Sequence[int], gpus: Sequence[int]) -> dict[int, int]:
+    """The GPU of each new worker, if they are given any."""
+    if not gpus:
+        return {}
     if not new:
         raise UsageError("--gpu is for new workers, and there would be none")
-    names = [name.strip() for name in gpu.split(",")]
-    if len(names) != len(new):
-        raise UsageError(f"--gpu names {len(names)} GPUs for {len(new)} new workers: name one for each, as in 6,7")
     have = installed_gpus()
-    for name in names:
-        if not _GPU.fullmatch(name):
-            raise UsageError(f"--gpu: {name!r} is neither a number nor a UUID (nvidia-smi -L lists both)")
-        if not have or (name.isdigit() and int(name) >= have):
-            raise ConfigError(f"--gpu: there is no GPU {name}; this machine has {have}")
-    return list(names)
+    for gpu in gpus:
+        if gpu >= have:
+            raise ConfigError(f"--gpu {gpu}: this machine has {have} GPUs, counted from 0")
+    return dict(zip(new, cycle(gpus)))
 
 
-def _add(run: str, number: int, gpu: str | None) -> None:
+def _add(run: str, number: int, gpu: int | None) -> None:
     """Writes the files that make the worker part of the run."""
     unit, target = worker_unit(run, number), target_unit(run)
     folder = UNIT_DIR / f"{unit}.d"
@@ -266,7 +260,10 @@ def _remove(run: str, numbers: Sequence[int], say: Say) -> None:
     say(f"stopping {_names(numbers)}; their rings are drained by the trainer")
     systemctl("disable", *names)
     for number in numbers:
-        _retire(run, number, say)
+        retire(_ring_dir(run) / f"w{number}.ring")
+    deadline = time.monotonic() + LEAVE_SECONDS  # one that is starting, or started again, does not hear of it
+    while any(unit_state(name).active == "active" for name in names) and time.monotonic() < deadline:
+        time.sleep(0.2)
     systemctl("stop", *names)
     for name in names:
         if unit_state(name).active == "failed":  # it stays listed otherwise
@@ -274,20 +271,6 @@ def _remove(run: str, numbers: Sequence[int], say: Say) -> None:
     for number in numbers:
         _forget(run, number)
     systemctl("daemon-reload")
-
-
-def _retire(run: str, number: int, say: Say) -> None:
-    """Marks the ring, so that the feed gives its owner no more work and removes it once it is drained."""
-    path = _ring_dir(run) / f"w{number}.ring"
-    try:
-        reader = RingReader.open(path)
-    except FileNotFoundError:
-        return
-    except (RingInvalid, OSError) as error:
-        say(f"ring {path} cannot be retired ({error}): `paceline clean {run}` removes it")
-        return
-    reader.retire()
-    reader.close()
 
 
 def _ring_dir(run: str) -> Path:
@@ -353,4 +336,5 @@ def stop_units(run_name: str, *, say: Say = print) -> None:
     if was_up and state.active == "failed":
         said = f": {state.status}" if state.status else ""
         raise PacelineError(f"{trainer} ended badly ({state.result}){said}; the last complete checkpoint stands")
-    say(f"run {run_name} is down{f': {state.status}' if was_up and state.status else ''}")
+    if was_up and state.status:
+        say(f"{trainer}: {state.status}")

@@ -138,6 +138,8 @@ def test_installing_and_uninstalling_leave_nothing(box: Box):
 def test_wrong_run_file_is_told_and_not_tried_again(box: Box, tiny: Callable[..., None]):
     box.run(PACELINE, "install-units")
     tiny(max_steps=4711)
+    assert "is not up here" in scale(box, 1, check=False)
+    box.run("systemctl", "enable", "paceline@tiny.target")
     run_file = _seen(box) / "etc/paceline/tiny.toml"
     run_file.write_text(run_file.read_text().replace("max_steps = 4711", "max_steps = 0"))
     failure = scale(box, 1, check=False)
@@ -154,12 +156,7 @@ def test_wrong_run_file_is_told_and_not_tried_again(box: Box, tiny: Callable[...
 
 
 def scale(box: Box, count: int, check: bool = True) -> str:
-    return _python(box, f"units.scale_units('tiny', {count})", check)
-
-
-def _python(box: Box, statement: str, check: bool = True) -> str:
-    program = f"from paceline.common import units\n{statement}"
-    return box.run(f"{HOME}/bin/python3", "-c", program, check=check, timeout=PATIENCE)
+    return box.run(PACELINE, "scale", "tiny", str(count), check=check, timeout=PATIENCE)
 
 
 def wait_until(box: Box, what: Callable[[], Any]) -> Any:
@@ -249,14 +246,14 @@ def _scale_down(box: Box) -> None:
 
 def _stop(box: Box) -> int:
     """Returns the step that it was stopped at."""
-    _python(box, "units.stop_units('tiny')")
+    box.run(PACELINE, "stop", "tiny", timeout=PATIENCE)
     for unit in (TRAINER, WORKER.format(0), "paceline@tiny.target"):
         assert box.shown(unit, "ActiveState") == "inactive"
         assert box.shown(unit, "Result") in ("success", "")
     said = box.shown(TRAINER, "StatusText")
     found = re.fullmatch(r"stopped at step (\d+) of 7000, checkpoint /var/lib/paceline/tiny/checkpoints/(\S+)", said)
     assert found is not None and found[2] == f"step-{int(found[1]):08d}", said
-    assert _python(box, "print(units.systemd_has('tiny'), units.workers('tiny'))").split() == ["True", "[0]"]
+    assert box.run("systemctl", "is-enabled", "paceline@tiny.target", WORKER.format(0)).split() == 2 * ["enabled"]
     return int(found[1])
 
 

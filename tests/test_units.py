@@ -11,7 +11,7 @@ import pytest
 from paceline.common import unitfiles, units
 from paceline.common.errors import ConfigError, PacelineError, UsageError
 from paceline.common.fingerprint import Fingerprint
-from paceline.common.ring import Ring, RingReader
+from paceline.common.ring import Ring
 from paceline.common.unitfiles import install, uninstall, unit_texts
 
 FILES = {
@@ -193,36 +193,28 @@ def test_either_a_run_file_or_an_instance():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "new", "match"),
-    [
-        ("6", [], "there would be none"),
-        ("6", [3, 4], "names 1 GPUs for 2 new workers"),
-        ("6,7,5", [3, 4], "names 3 GPUs"),
-        ("x", [3], "neither a number nor a UUID"),
-        ("6;rm", [3], "neither a number nor a UUID"),
-        ("8", [3], "no GPU 8; this machine has 8"),
-    ],
+    ("gpus", "new", "match"), [([6], [], "there would be none"), ([6, 8], [3, 4], "--gpu 8: this machine has 8 GPUs")]
 )
-def test_gpus_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, gpu: str, new: list[int], match: str):
+def test_gpus_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, gpus: list[int], new: list[int], match: str):
     monkeypatch.setattr(units, "installed_gpus", lambda: 8)
     with pytest.raises(PacelineError, match=match):
-        units._split_gpus(gpu, new)
+        units._place(new, gpus)
 
 
 def test_gpus_of_new_workers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(units, "installed_gpus", lambda: 8)
-    assert units._split_gpus("6, GPU-0a-1b", [3, 4]) == ["6", "GPU-0a-1b"]
-    assert units._split_gpus(None, [3, 4]) == [None, None]
+    assert units._place([3, 4, 5], [6, 7]) == {3: 6, 4: 7, 5: 6}
+    assert units._place([3, 4], []) == {}
 
 
 def test_files_of_an_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(units, "UNIT_DIR", tmp_path)
     monkeypatch.setattr(units, "CONFIG_DIR", tmp_path)
-    units._add("demo", 3, "7")
+    units._add("demo", 3, 7)
     drop_in = tmp_path / "paceline-producer@demo.3.service.d/50-paceline.conf"
     assert "PartOf=paceline@demo.target" in drop_in.read_text()
     assert "\nCUDA_VISIBLE_DEVICES=7\n" in (tmp_path / "demo.3.env").read_text()
-    units._add("demo", 3, "6")
+    units._add("demo", 3, 6)
     assert "\nCUDA_VISIBLE_DEVICES=6\n" in (tmp_path / "demo.3.env").read_text()
     units._forget("demo", 3)
     assert list(tmp_path.iterdir()) == []
@@ -233,24 +225,17 @@ def test_environment_written_by_hand_is_kept(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(units, "CONFIG_DIR", tmp_path)
     (tmp_path / "demo.3.env").write_text("CUDA_VISIBLE_DEVICES=2\n")
     with pytest.raises(PacelineError, match="written by hand"):
-        units._add("demo", 3, "7")
+        units._add("demo", 3, 7)
     units._forget("demo", 3)
     assert files(tmp_path) == {"demo.3.env"}
 
 
-def test_ring_of_a_removed_worker_is_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rings_are_where_the_run_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(units, "CONFIG_DIR", tmp_path)
-    (tmp_path / "demo.toml").write_text(f'[stream]\nring_dir = "{tmp_path}"\n')
-    path = tmp_path / "demo/w3.ring"
-    Ring.open(path, worker="w3", fingerprint=Fingerprint({"a": 1}), slots=2, slot_bytes=4096).close()
-    said: list[str] = []
-    units._retire("demo", 3, said.append)
-    assert RingReader.open(path).scan().retired
-    units._retire("demo", 4, said.append)
-    assert said == []
-    path.write_bytes(b"no ring")
-    units._retire("demo", 3, said.append)
-    assert "cannot be retired" in said[0]
+    (tmp_path / "demo.toml").write_text('[stream]\nring_dir = "/mnt/rings"\n')
+    assert units._ring_dir("demo") == Path("/mnt/rings/demo")
+    (tmp_path / "demo.toml").write_text("[stream\n")
+    assert units._ring_dir("demo") == Path("/dev/shm/paceline/demo")
 
 
 def test_without_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
