@@ -159,7 +159,8 @@ def run_trainer(run: RunFile, rank_fault: str = "", victim: str = "0") -> int:
 
 
 def run_rank(run: RunFile) -> int:
-    return rank.main(lambda job, run, rows: SumLearner(), _group)
+    seconds = float(os.environ.get("SECONDS_PER_RECORD", "0"))
+    return rank.main(lambda job, run, rows: SumLearner(seconds), _group)
 
 
 def _group(job: RankJob) -> Group:

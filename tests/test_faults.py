@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from paceline.consumer.audit import audit
 from pair import Forks, Process, describer, ring_of, toy_settings, write_toy
 from safetensors.numpy import load_file
 from standins import SumLearner, commit, stamp
-from waiting import ownerless
+from waiting import ownerless, until
 
 ROOT = Path(faults.__file__).parents[1]
 PATIENCE = 60.0  # seconds that anything may take on a loaded machine
@@ -116,9 +115,9 @@ class Play:
         """Of training batch `index`."""
         return describer(self.run)[1](BatchId(Kind.TRAIN, 0, index))
 
-    def start(self, role: str, fault: str = "", rank_fault: str = "", victim: int = 0) -> Process:
+    def start(self, role: str, fault: str = "", rank_fault: str = "", victim: int = 0, **more: str) -> Process:
         arguments = {"worker": ["0"], "trainer": [rank_fault, str(victim)], "prepare": []}[role]
-        environment = {name: os.environ[name] for name in ("PACELINE_RUNTIME_DIR", "PACELINE_CACHE")}
+        environment = {name: os.environ[name] for name in ("PACELINE_RUNTIME_DIR", "PACELINE_CACHE")} | more
         process = self._forks.start(role, self.run, self.folder, *arguments, fault=fault, **environment)
         self.processes[role] = process
         return process
@@ -126,10 +125,8 @@ class Play:
     def up(self, role: str) -> None:
         """Wait until a process has what makes it that of its side, or has found that there is nothing to do."""
         process = self.processes[role]
-        until = time.monotonic() + PATIENCE
-        while process.poll() is None and not self._is_up(process, role):
-            assert time.monotonic() < until, process.output
-            time.sleep(0.005)
+
+        until(lambda: process.poll() is not None or self._is_up(process, role), PATIENCE)
 
     def _is_up(self, process: Process, role: str) -> bool:
         if role == "worker":
@@ -441,6 +438,25 @@ def test_one_of_two_ranks_is_killed(play: Play, fault: str, victim: int):
     assert f"rank {victim} was killed by SIGKILL" in trainer.output, play.story()
     assert f"paceline: killed at fault point {fault.partition(':')[0]}\n" in trainer.output
     play.start("trainer")
+    play.end("trainer")
+    play.end("worker")
+    play.check()
+
+
+def test_a_ring_truncated_under_a_copy(play: Play):
+    """The one thing that no check can prevent: the process that copies dies of it. The run does not."""
+    trainer, worker = play.start("trainer", SECONDS_PER_RECORD="0.5"), play.start("worker")
+    path = paths.ring_dir(play.run) / "w0.ring"
+    until(path.exists)
+    reader = RingReader.open(path)
+    until(lambda: any(slot.taken for slot in reader.scan().slots))
+    os.truncate(path, 4096)
+    assert trainer.wait(PATIENCE) == 1 and "rank 0 was killed by SIGBUS" in trainer.output, play.story()
+    code = worker.wait(PATIENCE)
+    assert (code == 1 and "truncated" in worker.output) or code == -signal.SIGBUS, play.story()
+    reader.close()
+    for role in ("trainer", "worker"):
+        play.start(role)
     play.end("trainer")
     play.end("worker")
     play.check()
