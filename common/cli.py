@@ -669,7 +669,7 @@ def export(checkpoint: Path, out: Path, format_name: str, dtype: str | None) -> 
 
 @cli.group(short_help="Measure this machine, in ratios.")
 def bench() -> None:
-    """Measure this machine: tables with ratios to what a part reaches alone."""
+    """Measure this machine, as ratios to what a part reaches alone."""
 
 
 @bench.command(name="pipeline")

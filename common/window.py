@@ -163,9 +163,10 @@ class Window:
         return None
 
     def _starting(self) -> Verdict | None:
-        if self.trainer.get("state") == "starting":
-            return Verdict("waiting", "the trainer is starting; rings fill meanwhile")
-        return None
+        if self.trainer.get("state") != "starting":
+            return None
+        full = all(ring.full for ring in self.rings if ring.alive)
+        return Verdict("waiting", f"the trainer is starting; rings {'are full' if full else 'fill'} meanwhile")
 
     def _stalled(self) -> Verdict | None:
         still = self._readings[-1].at - self._moved_at

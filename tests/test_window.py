@@ -137,7 +137,8 @@ def test_nobody_there():
     for text, seen in texts.items():
         assert seen.verdict() == window.Verdict("waiting", text)
     starting = TrainerState(True, {"state": "starting"})
-    assert "starting" in watched(lambda at: FULL, trainer=starting).verdict().text
+    assert "rings are full meanwhile" in watched(lambda at: FULL, trainer=starting).verdict().text
+    assert "rings fill meanwhile" in watched(lambda at: HALF, trainer=starting).verdict().text
     assert Window().verdict().kind == "none"
 
 
