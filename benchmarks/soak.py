@@ -3,9 +3,9 @@
     python benchmarks/soak.py [--faults 200] [--seed 0] [--drop 0.1] [--pause 1.5] [--keep FOLDER]
 
 `paceline up` trains a real drafter from a real, tiny, random Llama on the CPU. Meanwhile processes get SIGKILL, or
-SIGSTOP and a while later SIGCONT; workers are added and removed through the supervisor's control socket; everything
-is stopped and started again; and each process loses a tenth of the messages that it sends. Then the run is let to its
-end. Exits 1 unless
+SIGSTOP and a while later SIGCONT; workers are added and removed through the supervisor's control socket; everything is
+stopped and started again; and each process loses a tenth of the messages that it sends. Then the run is let to its end.
+Exits 1 unless
 
     audit      every batch of the plan trained once or listed, none missing and none twice
     rings      in the end every slot of every ring is free again, and no ring of a removed worker is left
@@ -221,9 +221,7 @@ class Soak:
                 if self.done.total() % 20 == 0:
                     print(f"{self.done.total()} faults, step {self.trained()}", file=sys.stderr, flush=True)
             until = time.monotonic() + self.draw.expovariate(1 / self.pause)
-            while time.monotonic() < until or self.process is None:
-                self.continue_due()
-                time.sleep(0.05)
+            self.until(lambda until=until: time.monotonic() >= until, "next fault")
             self.sample()
 
     def continue_due(self, all_of_them: bool = False) -> None:
@@ -306,9 +304,7 @@ class Soak:
         self.until(lambda: self._scale_to(2), "supervisor that takes a request")
         before = self.trained()
         self.until(lambda: self.trained() > before, "step after the last fault")
-        self.until(
-            lambda: len(self.rings()) == 2 and all(r.alive for r in self.rings()), "ring of removed workers' end"
-        )
+        self.until(lambda: [ring.alive for ring in self.rings()] == [True, True], "two rings of two live workers")
         self.stop()
         newest, _ = checkpoint.newest_complete(paths.checkpoint_dir(self.run))
         assert newest is not None

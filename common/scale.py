@@ -110,10 +110,12 @@ def scale(run: str, ring_dir: Path, count: int, gpus: Sequence[int], say: Say) -
         say(ask(paths.up_socket(folder), request)["said"])
         _Wait(run, folder, count, say).until_scaled()
     elif _has_units(run):
-        from . import units
+        from .units import scale_units
 
-        units.scale_units(run, count, gpus, say=say)
+        scale_units(run, count, gpus, say=say)
         retire_dead(ring_dir, count)
+        for folder in paths.find_run_dirs(run):
+            _Wait(run, folder, count, say).until_drained(ring_dir)
         say(f"{run} has {count} workers")
     else:
         raise _unsupervised(run)
@@ -131,13 +133,13 @@ def stop(run: str, say: Say) -> None:
         say(f"stopping {run}: the trainer writes a checkpoint")
         while held_by(folder / "up.lock"):
             time.sleep(POLL_S)
+        say(f"{run} has stopped")
     elif _has_units(run):
-        from . import units
+        from .units import stop_units
 
-        units.stop_units(run, say=say)
+        stop_units(run, say=say)
     else:
         raise _unsupervised(run)
-    say(f"{run} has stopped")
 
 
 def _supervised(run: str) -> Path | None:
@@ -152,9 +154,9 @@ def _supervised(run: str) -> Path | None:
 
 
 def _has_units(run: str) -> bool:
-    from . import units
+    from .units import systemd_has  # takes numpy, which a supervisor must not have
 
-    return units.systemd_has(run)
+    return systemd_has(run)
 
 
 def _unsupervised(run: str) -> PacelineError:
@@ -175,6 +177,11 @@ class _Wait:
 
     def until_scaled(self) -> None:
         while not self._scaled(self._look()):
+            time.sleep(POLL_S)
+
+    def until_drained(self, ring_dir: Path) -> None:
+        """Until the rings of workers that have been removed are gone."""
+        while not self._drained(ring_dir, set()):
             time.sleep(POLL_S)
 
     def _look(self) -> dict[str, Any]:
@@ -219,7 +226,7 @@ class _Wait:
 
     def _drained(self, ring_dir: Path, present: set[str]) -> bool:
         """The rings of removed workers are gone, or only a worker or a trainer that comes later can empty them."""
-        left = [ring for ring in read_rings(ring_dir) if self._is_removed(ring) and ring.worker not in present]
+        left = [ring for ring in read_rings(ring_dir) if _is_left(ring) and ring.worker not in present]
         for name in [name for name, what in self._seen.items() if name not in present and what != "is gone"]:
             if not any(ring.worker == name for ring in left):
                 self._note(name, "is gone")
@@ -239,8 +246,9 @@ class _Wait:
         self._note(names, f"left {records} records, which stay in the rings until {later}")
         return True
 
-    def _is_removed(self, ring: RingInfo) -> bool:
-        return ring.problem is None and ring.retired and (worker_index(ring.worker) or 0) >= self._count
+
+def _is_left(ring: RingInfo) -> bool:
+    return ring.problem is None and ring.retired and not ring.alive
 
 
 def gpu_devices(gpus: Any, available: int) -> list[str]:

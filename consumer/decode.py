@@ -194,7 +194,7 @@ def narrow_linears(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
-            module.forward = partial(_narrow_forward, module)
+            module.forward = partial(_narrow_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _narrow_forward(layer: nn.Linear, x: Tensor) -> Tensor:
