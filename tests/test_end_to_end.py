@@ -94,20 +94,15 @@ def steps(run: RunFile) -> list[tuple[int, float, float]]:
 
 WORKER_FAULTS = [
     "ring.half-made",
+    "worker.loading",
     "worker.hello",
     "worker.work-received",
     "ring.writing",
     "worker.filled",
+    "worker.committed-not-sent",
     "worker.sent",
 ]
-TRAINER_FAULTS = [
-    "feed.given-not-sent",
-    "ring.taken",
-    "rank.copied-not-released:2",
-    "rank.gathered-not-stepped",
-    "checkpoint.before-manifest",
-    "rank.stepped-not-recorded",
-]
+TRAINER_FAULTS = ["ring.taken", "rank.gathered-not-stepped", "checkpoint.after-rename", "rank.stepped-not-recorded"]
 
 
 def supervise(run: RunFile, start: Start, tmp_path: Path, faults: dict[str, list[str]]) -> None:
