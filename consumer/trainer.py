@@ -412,6 +412,9 @@ class Trainer:
 
     def _limit(self, seconds: float) -> None:
         until = time.monotonic() + seconds
+        if self._kill_at is None:  # here and not only each second: the end may be quicker
+            notify("STOPPING=1")
+            extend_timeout(EXTEND_SECONDS)
         self._kill_at = until if self._kill_at is None else min(until, self._kill_at)
 
     def _enforce(self) -> None:
@@ -457,10 +460,7 @@ class Trainer:
         if feed_silence < _FEED_SILENCE and not self._killed:
             self._watchdog.beat()
         notify(f"STATUS={self._status_line(message or state)}")
-        if self._kill_at is not None:
-            notify("STOPPING=1")
-            extend_timeout(EXTEND_SECONDS)
-        elif state == "starting":
+        if self._kill_at is not None or state == "starting":
             extend_timeout(EXTEND_SECONDS)
         elif not self._ready:
             self._ready = notify("READY=1")

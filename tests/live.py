@@ -153,7 +153,7 @@ def run_worker(run: RunFile, index: int, device: str | None) -> int:
     if (code := options.pop("fail", {}).get(str(index))) is not None:
         print("out of memory", flush=True)
         return code
-    worker.prepared_rows = lambda run: Rows.open(str(run.data.rows))  # the stand-in target has no tokenizer
+    worker.prepared_rows = lambda run, alive: Rows.open(str(run.data.rows))  # the stand-in target has no tokenizer
     return worker.main(run, index, device=device, source=StampSource(run.target.path, **options))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from paceline.common import notify, paths
 from paceline.common.dataset import wait_for_lock
+from paceline.common.finished import mark_finished
 from paceline.common.locks import FileLock
 from paceline.common.runfile import RunFile
 from paceline.consumer.trainer import Trainer
@@ -163,7 +164,7 @@ def test_finished_run_is_ready_before_it_leaves(run: RunFile, systemd: Listener,
 def test_worker_of_a_finished_run_is_ready_before_it_leaves(run: RunFile, systemd: Listener):
     from paceline.producer import worker
 
-    paths.finished_path(run).touch()
+    mark_finished(run, 1)
     assert worker.main(run, 0) == 0
     assert systemd.pending()[:2] == ["READY=1", "STATUS=run toy is finished"]
 
