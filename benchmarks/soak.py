@@ -47,6 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 MOST_WORKERS = 3
+MOST_WITHOUT_STEP = 8  # faults; then the run is given the time for one
 VOCABULARY, MASK = 512, 3
 PATIENCE_S = 1800.0  # that the run may take for any one thing, on a busy machine
 MEGABYTE = 1 << 20
@@ -140,6 +141,8 @@ class Soak:
     series: dict[tuple[str, str], list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
     process: "subprocess.Popen[bytes] | None" = None
     stopped: list[tuple[float, int]] = field(default_factory=list)  # (when to continue, pid)
+    steps: int = 0
+    last_step: int = 0
 
     def __post_init__(self) -> None:
         self.run: RunFile = load(self.path)
@@ -164,12 +167,19 @@ class Soak:
         deadline = time.monotonic() + PATIENCE_S
         while not (found := what()):
             self.continue_due()
+            self.count_steps()
             if self.process is None or self.process.poll() is not None:
                 sys.exit(f"the run ended while waiting for {why}: see {self.folder / 'up.log'}")
             if time.monotonic() > deadline:
                 sys.exit(f"no {why} within {PATIENCE_S:.0f} s: see {self.folder / 'up.log'}")
             time.sleep(0.1)
         return found
+
+    def count_steps(self) -> None:
+        """Steps trained in all, those that a killed trainer had not saved counted again."""
+        step = self.trained()
+        self.steps += max(0, step - self.last_step)
+        self.last_step = step
 
     def trained(self) -> int:
         return (read_status(paths.status_path(self.run)) or {}).get("step", 0)
@@ -214,15 +224,32 @@ class Soak:
             "all stopped and started": (2, self._restart),
         }
         names, weights = list(kinds), [weight for weight, _ in kinds.values()]
+        last_death = last_step = (0, 0)  # (faults, steps): of the trainer, and whenever there was a new step
         while self.done.total() < faults:
             kind = self.draw.choices(names, weights)[0]
+            ends_trainer = kind in ("SIGKILL, rank", "SIGKILL, trainer", "all stopped and started")
+            if ends_trainer and self.steps == last_death[1]:
+                continue  # trouble in training is looked for: it has to begin again first
             if kinds[kind][1]():
                 self.done[kind] += 1
+                if ends_trainer:
+                    last_death = self.done.total(), self.steps
                 if self.done.total() % 20 == 0:
-                    print(f"{self.done.total()} faults, step {self.trained()}", file=sys.stderr, flush=True)
+                    print(f"{self.done.total()} faults, {self.steps} steps", file=sys.stderr, flush=True)
+            if self.steps > last_step[1]:
+                last_step = self.done.total(), self.steps
+            elif self.done.total() - last_step[0] >= MOST_WITHOUT_STEP:
+                self.heal()
             until = time.monotonic() + self.draw.expovariate(1 / self.pause)
             self.until(lambda until=until: time.monotonic() >= until, "next fault")
             self.sample()
+
+    def heal(self) -> None:
+        """Lets the run come to a further step, on a machine too slow to do so between faults."""
+        begun = self.steps
+        if (self.shown() or {"count": 0})["count"] == 0:
+            self._scale(1)
+        self.until(lambda: self.steps > begun, "further step")
 
     def continue_due(self, all_of_them: bool = False) -> None:
         now = time.monotonic()

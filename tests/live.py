@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from paceline.common import paths
+from paceline.common.dataset import tokenizer_digest
 from paceline.common.errors import PacelineError
 from paceline.common.fingerprint import run_fingerprint
 from paceline.common.inspect import RingInfo, read_rings
@@ -153,7 +154,6 @@ def run_worker(run: RunFile, index: int, device: str | None) -> int:
     if (code := options.pop("fail", {}).get(str(index))) is not None:
         print("out of memory", flush=True)
         return code
-    worker.prepared_rows = lambda run, alive: Rows.open(str(run.data.rows))  # the stand-in target has no tokenizer
     return worker.main(run, index, device=device, source=StampSource(run.target.path, **options))
 
 
@@ -189,7 +189,10 @@ def live_rows(folder: Path, count: int, seed: int = 0) -> Rows:
             length = int(draw.integers(8, 25))
             mask = (np.arange(length) >= length // 2).astype(np.uint8)
             writer.add(draw.integers(4, 500, length).astype(np.int32), mask)
-        writer.finish({})
+        target = folder.with_name("target")
+        target.mkdir()
+        (target / "tokenizer.json").write_text("{}")  # the stand-in has none, and its rows are as good as any
+        writer.finish({"tokenizer": tokenizer_digest(str(target)), "vocabulary": "", "target": str(target)})
     return Rows.open(folder)
 
 
@@ -198,7 +201,7 @@ def live_settings(folder: Path, rows: int = 200) -> dict[str, Any]:
     return {
         "name": "live",
         "output": str(folder / "out"),
-        "target": {"path": "none", "dtype": "float32", "layer_ids": list(LAYERS)},
+        "target": {"path": str(folder / "target"), "dtype": "float32", "layer_ids": list(LAYERS)},
         "data": {"rows": str(live_rows(folder / "rows", rows).folder), "max_length": 24, "held_out": 6},
         "stream": {"token_budget": 64, "slots": 3, "prefetch": 2, "ring_dir": str(folder / "shm")},
         "workers": {"count": 1, "devices": ["cpu"]},
