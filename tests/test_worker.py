@@ -407,6 +407,7 @@ def test_systemd_is_told(run, feed, start, tmp_path):
         heard = []
         while not {"READY=1", "WATCHDOG=1"} <= set(heard):
             heard += notified.recv(4096).decode().split("\n")
+        assert heard.index("STATUS=opening the ring") < heard.index("READY=1")
         process.terminate()
         while "STOPPING=1" not in heard:
             heard += notified.recv(4096).decode().split("\n")
