@@ -413,6 +413,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.supervise:
         sys.exit(supervise(options.supervise))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up
     with contextlib.ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp")))
         folder.mkdir(parents=True, exist_ok=True)
