@@ -47,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 MOST_WORKERS = 3
-MOST_WITHOUT_STEP = 8  # faults; then the run is given the time for one
+MOST_WITHOUT_STEP = 16  # faults; then the run is given the time for one
 VOCABULARY, MASK = 512, 3
 PATIENCE_S = 1800.0  # that the run may take for any one thing, on a busy machine
 MEGABYTE = 1 << 20
@@ -215,13 +215,13 @@ class Soak:
         kinds = {
             "SIGKILL, worker": (20, lambda: self._signal_worker(signal.SIGKILL)),
             "SIGSTOP, worker": (20, lambda: self._signal_worker(signal.SIGSTOP)),
-            "worker added": (15, lambda: self._scale(1)),
-            "worker removed": (15, lambda: self._scale(-1)),
-            "SIGKILL, rank": (8, lambda: self._signal(self._rank(), signal.SIGKILL)),
-            "SIGSTOP, rank": (8, lambda: self._signal(self._rank(), signal.SIGSTOP)),
-            "SIGKILL, trainer": (7, lambda: self._signal(self._trainer(), signal.SIGKILL)),
+            "worker added": (18, lambda: self._scale(1)),
+            "worker removed": (18, lambda: self._scale(-1)),
+            "SIGKILL, rank": (5, lambda: self._signal(self._rank(), signal.SIGKILL)),
+            "SIGSTOP, rank": (9, lambda: self._signal(self._rank(), signal.SIGSTOP)),
+            "SIGKILL, trainer": (4, lambda: self._signal(self._trainer(), signal.SIGKILL)),
             "SIGSTOP, trainer": (5, lambda: self._signal(self._trainer(), signal.SIGSTOP)),
-            "all stopped and started": (2, self._restart),
+            "all stopped and started": (1, self._restart),
         }
         names, weights = list(kinds), [weight for weight, _ in kinds.values()]
         last_death = last_step = (0, 0)  # (faults, steps): of the trainer, and whenever there was a new step
@@ -413,6 +413,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.supervise:
         sys.exit(supervise(options.supervise))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up
     with contextlib.ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp")))
         folder.mkdir(parents=True, exist_ok=True)
