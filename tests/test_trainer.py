@@ -97,7 +97,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """Strict order, 2 records a step, 12 steps or so, no time-driven checkpoints."""
+    """Strict order, 2 records a step, 8 steps, no time-driven checkpoints."""
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "run"))
     rows = make_rows(tmp_path / "rows", count=64)
     settings = {
@@ -220,8 +220,8 @@ def test_strict_order_whatever_the_number_of_workers(job: Job, workers: int, und
 @pytest.mark.slow
 def test_killed_on_both_sides_several_times(job: Job, undisturbed: dict[str, float]):
     """Every start is of another number of workers, every end is SIGKILL to all."""
-    for workers, step in ((1, 2), (3, 4), (2, 7), (3, 9)):
-        trainer = job.trainer(learner={"seconds": 0.05})
+    for workers, step in ((1, 2), (3, 4), (2, 5), (3, 6)):  # of 8 steps
+        trainer = job.trainer(learner={"seconds": 0.2})
         for index in range(workers):
             job.worker(index)
         wait_for(step_reached(job, step), trainer)
