@@ -185,6 +185,7 @@ def demo(
     `target`: a target whose recipe is given too, instead of SmolLM2."""
     begun = time.monotonic()
     console = console or Console(highlight=False)
+    out = out.absolute()  # paths in a run file are relative to the run file
     gpus = gpu_count()
     recipe = recipe or (GPU if gpus else CPU)
     target = target or str(find_target())

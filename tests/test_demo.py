@@ -34,8 +34,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_demo_end_to_end(tiny_target_dir: Path, chat_file: Path, tmp_path: Path, machine: None) -> None:
-    out = tmp_path / "out"
+def test_demo_end_to_end(
+    tiny_target_dir: Path, chat_file: Path, tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = Path("out")  # as `make demo` gives it: relative
     console = Console(file=(tmp_path / "said").open("w"), width=100)
     code = demo(out, target=str(tiny_target_dir), data=chat_file, recipe=TINY, console=console, plain=True)
     said = (tmp_path / "said").read_text()
