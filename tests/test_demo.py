@@ -34,11 +34,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_demo_end_to_end(
-    tiny_target_dir: Path, chat_file: Path, tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    out = Path("out")  # as `make demo` gives it: relative
+def test_demo_end_to_end(tiny_target_dir: Path, chat_file: Path, tmp_path: Path, machine: None) -> None:
+    out = tmp_path / "out"
     console = Console(file=(tmp_path / "said").open("w"), width=100)
     code = demo(out, target=str(tiny_target_dir), data=chat_file, recipe=TINY, console=console, plain=True)
     said = (tmp_path / "said").read_text()
@@ -120,3 +117,17 @@ def test_timeline_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timeline.samples[-1]["ready"] == 1 and timeline.samples[-1]["trainer"] == 2.5
     timeline.mark("w0 killed")
     assert not timeline.came_back
+
+
+def test_a_relative_folder_is_found_from_the_run_file(
+    tiny_target_dir: Path, tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make demo` gives one, and paths in a run file are relative to the run file."""
+    seen = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "up", lambda path, view: seen.append(load(path)) or 5)
+    assert demo(Path("out"), target=str(tiny_target_dir), recipe=TINY, plain=True) == 5
+    (run,) = seen
+    assert [Path(file).is_file() for file in run.data.files] == [True] and Path(
+        run.output
+    ).resolve() == tmp_path / "out"
