@@ -62,6 +62,7 @@ def scaled(live: Live, count: int, capsys: pytest.CaptureFixture[str], *options:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_to_three_to_one(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     live.start(LIVE_WORKER={"seconds": 0.03, "warm": 0.3})
     live.step_reached(2)
@@ -83,6 +84,7 @@ def test_one_to_three_to_one(live: Live, capsys: pytest.CaptureFixture[str]) -> 
     assert not paths.wanted_path(paths.run_dir("live")).exists()
 
 
+@pytest.mark.slow
 def test_two_to_none_to_two(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     live.settings["workers"]["count"] = 2
     live.settings["stream"]["order"] = "strict"
@@ -100,6 +102,7 @@ def test_two_to_none_to_two(live: Live, capsys: pytest.CaptureFixture[str]) -> N
     stopped(live, capsys)
 
 
+@pytest.mark.slow
 def test_an_added_worker_that_does_not_come_up_is_given_up(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     """No room for its ring, say: the live run goes on with what it has."""
     live.start(LIVE_WORKER={"seconds": 0.03, "fail": {"1": 78, "2": 1}}, LIVE_POLICY={"first_pause": 0.05})
@@ -119,6 +122,7 @@ def test_an_added_worker_that_does_not_come_up_is_given_up(live: Live, capsys: p
     stopped(live, capsys)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_comes_back_with_as_many(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     live.start(LIVE_WORKER={"seconds": 0.03})
     live.step_reached(1)
@@ -158,7 +162,7 @@ def test_every_rank_gets_as_much(live: Live, workers: int, ranks: int) -> None:
 @pytest.mark.slow
 def test_ranks_killed_and_stopped_in_a_sum_over_ranks(live: Live) -> None:
     """Over gloo: the trainer ends within its bounds and is started again, the worker is left alone."""
-    live.settings["trainer"] |= {"ranks": 2, "epochs": 1, "hang_seconds": 10}
+    live.settings["trainer"] |= {"ranks": 2, "epochs": 1, "hang_seconds": 6}
     live.settings["checkpoint"]["every_steps"] = 1
     killed, stopped = live.folder / "killed", live.folder / "stopped"
     stops = [(4, 1, "SIGKILL", str(killed)), (8, 0, "SIGSTOP", str(stopped))]
@@ -171,10 +175,11 @@ def test_ranks_killed_and_stopped_in_a_sum_over_ranks(live: Live) -> None:
     assert live.pids() == workers
     finish(live)
     assert "rank 1 was killed by SIGKILL" in live.log()
-    assert "no progress for 10 s (trainer.hang_seconds): rank 0 (step)" in live.log()
+    assert "no progress for 6 s (trainer.hang_seconds): rank 0 (step)" in live.log()
     assert live.log().count("trainer started again") == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_trainer_has_no_record_made_again_that_is_in_a_ring(live: Live) -> None:
     live.settings["workers"]["count"] = 2
     live.settings["trainer"]["epochs"] = 1

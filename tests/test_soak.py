@@ -13,7 +13,7 @@ SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 @pytest.mark.slow
 def test_a_short_soak(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("soak")  # its sockets' paths have to be short
-    command = [sys.executable, str(SOAK), "--faults", "10", "--pause", "1", "--seed", "3", "--keep", str(folder)]
+    command = [sys.executable, str(SOAK), "--faults", "6", "--pause", "1", "--seed", "3", "--keep", str(folder)]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1500, check=False
     )
