@@ -6,9 +6,18 @@ import pytest
 import torch
 from paceline.common.errors import ConfigError
 from paceline.common.target import find_parts
-from paceline.consumer.decode import Proposals, Sampling, accept_sampled, plain, replay, speculate
+from paceline.consumer.decode import (
+    NARROW,
+    Proposals,
+    Sampling,
+    accept_sampled,
+    narrow_linears,
+    plain,
+    replay,
+    speculate,
+)
 from paceline.consumer.drafter import ContextCache
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
 VOCAB = 97
@@ -220,3 +229,17 @@ def test_probabilities_of_top_k_and_nucleus() -> None:
 def test_bad_sampling_is_refused(bad: dict) -> None:
     with pytest.raises(ConfigError):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 3), (2, 8), (NARROW + 1,)])
+def test_narrow_linears_give_the_same(bias: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain_layer = nn.Linear(24, 40, bias=bias)
+    turned = nn.Sequential(nn.Linear(24, 40, bias=bias))
+    turned[0].load_state_dict(plain_layer.state_dict())
+    narrow_linears(turned)
+    x = torch.randn(*shape, 24)
+    made = turned(x)
+    assert made.shape == (*shape, 40)
+    torch.testing.assert_close(made, plain_layer(x))
