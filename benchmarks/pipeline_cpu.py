@@ -23,13 +23,11 @@ from statistics import median
 
 import numpy as np
 import torch
-from paceline.common.batch import BatchId, Kind
-from paceline.common.dataset import prepared_rows
 from paceline.common.demo import DATA, MASK_TOKEN, find_target
-from paceline.common.plan import plan_from
-from paceline.common.record import RecordMeta
 from paceline.common.runfile import RunFile, load
+from paceline.common.target import as_dtype
 from paceline.common.target_info import resolve_layer_ids, target_info
+from paceline.consumer.bench import record_meta
 from paceline.consumer.learner import DFlashLearner, build_learner
 from paceline.producer.capture import TargetSource
 from rich.console import Console
@@ -80,33 +78,13 @@ class Alone:
     def __init__(self, run: RunFile, batches: int) -> None:
         info = target_info(run.target.path)
         self._layers = resolve_layer_ids(run, info)
-        self._rows = prepared_rows(run)
-        plan = plan_from(run, self._rows)
         self._source = TargetSource.load(run, info, self._layers, "cpu")
         self._learner: DFlashLearner = build_learner(run, info, self._layers, device="cpu")
-        self._records = [
-            self._record(plan.rows(BatchId(Kind.TRAIN, 0, index)), index, run.target.dtype, info.hidden_size)
-            for index in range(batches)
-        ]
+        metas = [record_meta(run, self._layers, info.hidden_size, index) for index in range(batches)]
+        itemsize = as_dtype(run.target.dtype).itemsize
+        self._records = [(meta, memoryview(bytearray(int(np.prod(meta.states_shape)) * itemsize))) for meta in metas]
         self.target()  # fills the records' states
         self.trainer()
-
-    def _record(self, ids: np.ndarray, index: int, dtype: str, hidden: int) -> tuple[RecordMeta, memoryview]:
-        rows = [self._rows.row(int(row)) for row in ids]
-        meta = RecordMeta(
-            batch=BatchId(Kind.TRAIN, 0, index).pack(),
-            row_ids=ids,
-            cu_seqlens=np.cumsum([0, *(len(row.tokens) for row in rows)]).astype(np.int32),
-            tokens=np.concatenate([row.tokens for row in rows]),
-            mask=np.concatenate([row.mask for row in rows]),
-            layer_ids=tuple(self._layers),
-            dtype=dtype,
-            hidden_size=hidden,
-            last_hidden="none",
-            fingerprint=0,
-        )
-        size = int(np.prod(meta.states_shape)) * torch.empty(0, dtype=getattr(torch, dtype)).itemsize
-        return meta, memoryview(bytearray(size))
 
     def target(self) -> float:
         """Tokens/s of the target's forward into memory."""

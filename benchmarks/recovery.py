@@ -330,10 +330,10 @@ class Experiment:
             "away_s": ready - killed,
             "first_record_s": first - ready,
         }
-        count, ring_dir = self.options.workers, paths.ring_dir(self.run)
+        count = self.options.workers
         for wanted, what in ((count - 1, "one is removed"), (count, "one is added")):
             self.note(f"scale {wanted}: {what}")
-            scale(self.run.name, ring_dir, wanted, [], lambda said: None)
+            scale(self.run.name, wanted, [], lambda said: None)
             time.sleep(SETTLE_S / 2)
         time.sleep(SETTLE_S / 2)
         self.end = watch.now()

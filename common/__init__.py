@@ -1,6 +1,6 @@
 """What both sides agree on: run file, ring, wire messages, telemetry and the command line.
 
-Nothing here imports torch, except `target.py` and, while it converts a file, `gguf.py`.
+Nothing here imports torch, except `target.py`.
 """
 
 __version__ = "0.1.0"

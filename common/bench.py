@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -112,9 +112,9 @@ class Result:
     pipeline: float
     data_wait: float
     gpu_share: float
-    rings_full: float  # share of the samples in which every slot of every ring was READY or taken
-    rings_empty: float
-    ready: float  # records ready, mean
+    rings_full: float  # share of the samples in which no ring had a free slot for its worker
+    rings_empty: float  # ... in which no ring had a record to take
+    ready: float  # records in all rings, taken ones included, mean
     gpus: list[dict[str, float]] = field(default_factory=list)  # utilisation %, power W, memory MiB: means
     timeline: list[dict[str, Any]] = field(default_factory=list)
 
@@ -350,8 +350,7 @@ def _pipeline(run_path: Path, run: RunFile, alone: dict[str, float], shared: boo
     if len(steps) < 2:
         raise PacelineError(f"fewer than two steps in {options.seconds:.0f} s: give more --seconds")
     seconds = steps[-1]["time"] - steps[0]["time"]
-    states = [[ring.count("ready") + ring.count("taken") for ring in rings] for rings in view.rings if rings]
-    slots = run.stream.slots
+    samples = [rings for rings in view.rings if rings]
     return Result(
         topology=f"{run.workers.count}-{run.trainer.ranks}",
         target_alone=alone["producer"],
@@ -360,12 +359,17 @@ def _pipeline(run_path: Path, run: RunFile, alone: dict[str, float], shared: boo
         pipeline=sum(line["tokens"] for line in steps[1:]) / seconds,
         data_wait=fmean(line["wait_data"] for line in steps),
         gpu_share=fmean(line["wait_gpu"] for line in steps),
-        rings_full=fmean(all(count >= slots - 1 for count in counts) for counts in states) if states else 0.0,
-        rings_empty=fmean(not any(counts) for counts in states) if states else 0.0,
-        ready=fmean(sum(counts) for counts in states) if states else 0.0,
+        rings_full=_mean(all(ring.full for ring in rings) for rings in samples),
+        rings_empty=_mean(not any(ring.count("ready") for ring in rings) for rings in samples),
+        ready=_mean(sum(ring.held for ring in rings) for rings in samples),
         gpus=view.gpus(),
         timeline=[{"t": line["time"] - start, "tokens_per_s": line["tokens_per_s"]} for line in steps],
     )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return fmean(found) if found else 0.0
 
 
 def table(results: Sequence[Result]) -> Table:

@@ -317,8 +317,7 @@ def scale(run: str, count: int, gpus: tuple[int, ...]) -> None:
     """
     from .scale import scale as scale_run
 
-    name, folder = _live_run(run)
-    scale_run(name, folder / name, count, gpus, click.echo)
+    scale_run(_live_run(run), count, gpus, click.echo)
 
 
 @cli.command(short_help="Stop a live run with a checkpoint.")
@@ -330,13 +329,13 @@ def stop(run: str) -> None:
     """
     from .scale import stop as stop_run
 
-    stop_run(_live_run(run)[0], click.echo)
+    stop_run(_live_run(run), click.echo)
 
 
-def _live_run(run: str) -> tuple[str, Path]:
-    name, folder = _run_reference(run)
+def _live_run(run: str) -> str:
+    name, _ = _run_reference(run)
     assert name is not None
-    return name, folder
+    return name
 
 
 # Looking

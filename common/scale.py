@@ -97,7 +97,7 @@ def retire_dead(ring_dir: Path, count: int) -> list[str]:
 # The commands ---------------------------------------------------------------------------------------------------------
 
 
-def scale(run: str, ring_dir: Path, count: int, gpus: Sequence[int], say: Say) -> None:
+def scale(run: str, count: int, gpus: Sequence[int], say: Say) -> None:
     """Gives run `run` so many workers. The new ones go to `gpus` in turn, or where the run file would put them.
 
     Raises:
@@ -110,12 +110,13 @@ def scale(run: str, ring_dir: Path, count: int, gpus: Sequence[int], say: Say) -
         say(ask(paths.up_socket(folder), request)["said"])
         _Wait(run, folder, count, say).until_scaled()
     elif _has_units(run):
-        from .units import scale_units
+        from .units import ring_dir, scale_units
 
         scale_units(run, count, gpus, say=say)
-        retire_dead(ring_dir, count)
+        rings = ring_dir(run)
+        retire_dead(rings, count)  # of a worker that was being started again when it was told
         for folder in paths.find_run_dirs(run):
-            _Wait(run, folder, count, say).until_drained(ring_dir)
+            _Wait(run, folder, count, say).until_drained(rings)
         say(f"{run} has {count} workers")
     else:
         raise _unsupervised(run)
@@ -154,7 +155,7 @@ def _supervised(run: str) -> Path | None:
 
 
 def _has_units(run: str) -> bool:
-    from .units import systemd_has  # takes numpy, which a supervisor must not have
+    from .units import systemd_has  # which imports this module
 
     return systemd_has(run)
 

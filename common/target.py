@@ -16,6 +16,7 @@ attention. No way builds a mask of T x T over a batch.
 
 import contextlib
 import inspect
+import io
 import logging
 import time
 from collections import defaultdict
@@ -27,18 +28,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .errors import ConfigError
-from .gguf import converted
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
 
-__all__ = ["FrozenHead", "Sink", "Target", "converted", "load_causal_lm", "packed_attention"]
+__all__ = ["FrozenHead", "Sink", "Target", "convert_gguf", "load_causal_lm", "packed_attention"]
 
 log = logging.getLogger(__name__)
 
@@ -275,6 +283,67 @@ def _check_report(folder: Path, model: PreTrainedModel, report: dict[str, Any], 
     if report["mismatched_keys"]:
         name = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])[0]
         raise ConfigError(f"target.path: {folder}: the shape of {name} does not fit config.json")
+
+
+# A GGUF file -------------------------------------------------------------------------------------------------------
+
+
+def convert_gguf(path: Path, out: Path) -> None:
+    """Writes a GGUF file into the folder `out` as `gguf.converted` describes it. Raises ConfigError."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        dtype = _matrix_dtype(path)
+        config.dtype = dtype
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar has no switch
+            found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
+    except (ValueError, OSError, KeyError, NotImplementedError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"target.path: {path} does not convert: {reason}") from error
+    tensors = _by_name(path, skeleton, found)
+    save_file(
+        {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    for name, value in vars(config).items():
+        if isinstance(value, float):  # GGUF keeps float32: 1e-5 would be written as 9.99999974e-06
+            setattr(config, name, float(str(np.float32(value))))
+    config.architectures = [type(skeleton).__name__]
+    config.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _matrix_dtype(path: Path) -> torch.dtype:
+    """The dtype to keep: that of the file's matrices if they are all float32 or float16, else bfloat16."""
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    kinds = {tensor.tensor_type for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1}
+    if GGMLQuantizationType.F32 in kinds and kinds <= {GGMLQuantizationType.F32, GGMLQuantizationType.F16}:
+        return torch.float32
+    return torch.float16 if kinds == {GGMLQuantizationType.F16} else torch.bfloat16
+
+
+def _by_name(path: Path, skeleton: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """The tensors by the model's own names, tied ones once; ConfigError for one that is missing or misshapen."""
+    tied = set(getattr(skeleton, "all_tied_weights_keys", None) or {})
+    tensors = {}
+    for name, parameter in skeleton.state_dict().items():
+        tensor = found.get(name)
+        if tensor is None and name in tied:
+            continue
+        if tensor is None or tensor.shape != parameter.shape:
+            what = "lacks" if tensor is None else "has another shape for"
+            raise ConfigError(f"target.path: {path} {what} the weight {name}")
+        tensors[name] = tensor
+    return tensors
+
+
+# The parts of a model ----------------------------------------------------------------------------------------------
 
 
 class Parts(NamedTuple):

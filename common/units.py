@@ -260,7 +260,7 @@ def _remove(run: str, numbers: Sequence[int], say: Say) -> None:
     say(f"stopping {_names(numbers)}; their rings are drained by the trainer")
     systemctl("disable", *names)
     for number in numbers:
-        retire(_ring_dir(run) / f"w{number}.ring")
+        retire(ring_dir(run) / f"w{number}.ring")
     deadline = time.monotonic() + LEAVE_SECONDS  # one that is starting, or started again, does not hear of it
     while any(unit_state(name).active == "active" for name in names) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -273,7 +273,7 @@ def _remove(run: str, numbers: Sequence[int], say: Say) -> None:
     systemctl("daemon-reload")
 
 
-def _ring_dir(run: str) -> Path:
+def ring_dir(run: str) -> Path:
     """The folder of the run's rings, from its run file, which may be invalid by now."""
     import tomllib
 

@@ -31,7 +31,7 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     info = target_info(run.target.path, run.target.trust_remote_code)
     layers = resolve_layer_ids(run, info)
     learner = build_learner(run, info, layers, device=device)
-    records = [_record(run, layers, info.hidden_size, index) for index in range(RECORDS)]
+    records = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
     buffers = [_states(meta, run.target.dtype, on_gpu=device.startswith("cuda")) for meta in records]
     done, tokens, begun = 0, 0, time.perf_counter()
     while done < WARM + 2 or time.perf_counter() - begun < seconds:
@@ -47,7 +47,8 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     return {"tokens_per_s": rate, "steps": done, "peak_bytes": peak}
 
 
-def _record(run: RunFile, layers: list[int], hidden: int, index: int) -> RecordMeta:
+def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> RecordMeta:
+    """The description of the run's batch `index` of the first epoch, as a worker would record it."""
     rows = prepared_rows(run)
     ids = plan_from(run, rows).rows(BatchId(Kind.TRAIN, 0, index))
     taken = [rows.row(int(row)) for row in ids]

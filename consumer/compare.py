@@ -15,7 +15,7 @@ from ..common.runfile import RunFile
 from ..common.target import compute_dtype, load_causal_lm
 from ..common.target_info import TargetInfo, target_info
 from .checkpoint import load_state
-from .decode import Replay, narrow_linears
+from .decode import Replay
 from .drafter import Drafter, DrafterConfig, init_drafter, read_target_tensors
 from .evaluate import EvalReport, evaluate_models, prompt_ids, read_prompts, stop_tokens
 from .export import load_drafter
@@ -63,8 +63,6 @@ def compare(
     ids = prompt_ids(tokenizer, read_prompts(prompts))
     trained = load_drafter(drafter, dtype=model.dtype, device=device)
     first = first_drafter(run, info, trained.config).to(device=device, dtype=model.dtype)
-    for module in (model, trained, first):
-        narrow_linears(module)
     replays: dict[tuple[int, ...], Replay] = {}
 
     def report(which: str, weights: Drafter) -> EvalReport:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..common import __version__
@@ -220,8 +221,6 @@ def evaluate(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_causal_lm(info.path, compute_dtype(dtype, device), device, trust_remote_code)
     loaded = load_drafter(drafter, dtype=model.dtype, device=device)
-    narrow_linears(model)
-    narrow_linears(loaded)
     check_fits(loaded.config, info)
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     return evaluate_models(
@@ -273,6 +272,9 @@ def evaluate_models(
     if not prompts:
         raise UsageError("no prompts to evaluate on")
     device, dtype = model.device, model.dtype
+    for module in (model, drafter):
+        if isinstance(module, nn.Module):  # a drafter may also be a stand-in
+            narrow_linears(module)
     tally = _Tally(size, dtype, sampling.greedy)
     # The first forwards of each kind pay for kernels and memory; without this the first prompt would carry that.
     warm = speculate(drafter, model, prompts[0], max_new_tokens=size + 1, sampling=sampling, block_size=size)

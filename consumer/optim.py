@@ -9,6 +9,7 @@ publishing the new weights is one cast.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
@@ -81,7 +82,7 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-class MasterOptimizer:
+class MasterOptimizer(ABC):
     """A step on `MasterWeights`: the mean gradient, its clipping, the update, the new weights published."""
 
     def __init__(self, weights: MasterWeights, settings: OptimizerSettings) -> None:
@@ -105,8 +106,9 @@ class MasterOptimizer:
         gradients.zero_()
         return norm
 
+    @abstractmethod
     def _update(self, lr: float) -> None:
-        raise NotImplementedError
+        """Moves the masters by the mean, clipped gradients."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Float32 tensors by "<kind>.<parameter>", and "step" []; views, not copies."""

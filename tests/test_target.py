@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from paceline.common.errors import ConfigError
+from paceline.common.gguf import converted
 from paceline.common.record import RecordMeta, read_meta, record_bytes, write_meta
 from paceline.common.runfile import RunFile
 from paceline.common.target import (
@@ -19,7 +20,6 @@ from paceline.common.target import (
     Target,
     _varlen_kernel,
     compute_dtype,
-    converted,
     find_parts,
     load_causal_lm,
 )

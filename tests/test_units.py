@@ -233,9 +233,9 @@ def test_environment_written_by_hand_is_kept(tmp_path: Path, monkeypatch: pytest
 def test_rings_are_where_the_run_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(units, "CONFIG_DIR", tmp_path)
     (tmp_path / "demo.toml").write_text('[stream]\nring_dir = "/mnt/rings"\n')
-    assert units._ring_dir("demo") == Path("/mnt/rings/demo")
+    assert units.ring_dir("demo") == Path("/mnt/rings/demo")
     (tmp_path / "demo.toml").write_text("[stream\n")
-    assert units._ring_dir("demo") == Path("/dev/shm/paceline/demo")
+    assert units.ring_dir("demo") == Path("/dev/shm/paceline/demo")
 
 
 def test_without_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
