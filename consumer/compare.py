@@ -22,23 +22,26 @@ from .export import load_drafter
 from .plots import draw_evaluation
 
 
+SLOTS = 3  # of the block shown in the table
+
+
 @dataclass(frozen=True)
 class Comparison:
     untrained: EvalReport
     trained: EvalReport
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table, a header first: one line a drafter."""
-        found: list[tuple[str, ...]] = [
-            ("drafter", "acceptance length", "mean of requests", "slot 1", "slot 2", "slot 3", "tokens/s"),
-        ]
+        """The table, a header first: one line a drafter. At most `SLOTS` columns say how often blocks get so far."""
+        slots = min(SLOTS, len(self.trained.per_position))
+        header = ("drafter", "acceptance length", "mean of requests", *(f"slot {i + 1}" for i in range(slots)), "tokens/s")
+        found: list[tuple[str, ...]] = [header]
         for name, report in (("untrained", self.untrained), ("trained", self.trained)):
-            slots = [f"{rate:.0%}" for rate in report.per_position[:3]]
-            slots += ["-"] * (3 - len(slots))
-            figures = (f"{report.pooled:.3f}", f"{report.mean_of_requests:.3f}", *slots)
+            shares = [f"{rate:.0%}" for rate in report.per_position[:slots]]
+            shares += ["-"] * (slots - len(shares))
+            figures = (f"{report.pooled:.3f}", f"{report.mean_of_requests:.3f}", *shares)
             found.append((name, *figures, f"{report.speculative_tokens_per_s:.1f}"))
-        plain = self.trained.plain_tokens_per_s
-        return [*found, ("target alone", "1.000", "1.000", "", "", "", f"{plain:.1f}")]
+        plain = f"{self.trained.plain_tokens_per_s:.1f}"
+        return [*found, ("target alone", "1.000", "1.000", *[""] * slots, plain)]
 
 
 def compare(
