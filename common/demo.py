@@ -96,9 +96,9 @@ CPU = Recipe(
     schedule="wsd",
     warmup=0.1,
     epochs=1,
-    max_steps=360,
+    max_steps=300,
     held_out=4,
-    evaluate_every=120,
+    evaluate_every=100,
     new_tokens=16,
 )
 

@@ -293,14 +293,15 @@ def convert_gguf(path: Path, out: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        dtype = _matrix_dtype(path)
-        config.dtype = dtype
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar has no switch
-            found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
+        with _one_reader():
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            dtype = _matrix_dtype(path)
+            config.dtype = dtype
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(config)
+            with contextlib.redirect_stderr(io.StringIO()):  # its progress bar has no switch
+                found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
     except (ValueError, OSError, KeyError, NotImplementedError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"target.path: {path} does not convert: {reason}") from error
@@ -318,11 +319,25 @@ def convert_gguf(path: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
+@contextlib.contextmanager
+def _one_reader() -> Iterator[None]:
+    """Parses a GGUF file once. transformers opens it anew for config, tokenizer and weights, and each time goes through
+    the vocabulary in Python, which is most of a conversion's time."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = cache(lambda path, *_: reader(str(path)))  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader  # pyright: ignore[reportPrivateImportUsage]
+
+
 def _matrix_dtype(path: Path) -> torch.dtype:
     """The dtype to keep: that of the file's matrices if they are all float32 or float16, else bfloat16."""
     from gguf import GGMLQuantizationType, GGUFReader
 
-    kinds = {tensor.tensor_type for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1}
+    kinds = {tensor.tensor_type for tensor in GGUFReader(str(path)).tensors if len(tensor.shape) > 1}
     if GGMLQuantizationType.F32 in kinds and kinds <= {GGMLQuantizationType.F32, GGMLQuantizationType.F16}:
         return torch.float32
     return torch.float16 if kinds == {GGMLQuantizationType.F16} else torch.bfloat16

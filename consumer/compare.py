@@ -21,7 +21,6 @@ from .evaluate import EvalReport, evaluate_models, prompt_ids, read_prompts, sto
 from .export import load_drafter
 from .plots import draw_evaluation
 
-
 SLOTS = 3  # of the block shown in the table
 
 
@@ -33,7 +32,13 @@ class Comparison:
     def rows(self) -> list[tuple[str, ...]]:
         """The table, a header first: one line a drafter. At most `SLOTS` columns say how often blocks get so far."""
         slots = min(SLOTS, len(self.trained.per_position))
-        header = ("drafter", "acceptance length", "mean of requests", *(f"slot {i + 1}" for i in range(slots)), "tokens/s")
+        header = (
+            "drafter",
+            "acceptance length",
+            "mean of requests",
+            *(f"slot {i + 1}" for i in range(slots)),
+            "tokens/s",
+        )
         found: list[tuple[str, ...]] = [header]
         for name, report in (("untrained", self.untrained), ("trained", self.trained)):
             shares = [f"{rate:.0%}" for rate in report.per_position[:slots]]

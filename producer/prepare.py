@@ -30,6 +30,7 @@ import numpy as np
 
 from ..common.dataset import cache_key, cached_rows, file_digest, tokenizer_digest, wait_for_lock
 from ..common.errors import ConfigError, PacelineError
+from ..common.gguf import converted
 from ..common.locks import FileLock
 from ..common.paths import cache_dir
 from ..common.record import MIN_ROW_TOKENS
@@ -266,9 +267,10 @@ def load_format(target: str, trust_remote_code: bool = False) -> ChatFormat:
     from transformers import AutoTokenizer
 
     path = Path(target).expanduser()
-    source, kwargs = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (target, {})
+    # transformers takes ten seconds to read a tokenizer out of a GGUF file, and a worker converts the file anyway.
+    source = str(converted(path)) if path.suffix == ".gguf" and path.is_file() else target
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"target.path: the tokenizer of {target} cannot be loaded: {lines[0]}") from error

@@ -405,7 +405,9 @@ def test_systemd_is_told(run, feed, start, tmp_path):
         process = start(NOTIFY_SOCKET=str(tmp_path / "notify"), WATCHDOG_USEC="400000")
         feed.hear(wire.Hello)
         heard = []
-        while not ({"READY=1", "WATCHDOG=1"} <= set(heard) and any(line.startswith("STATUS=0 records") for line in heard)):
+        while not (
+            {"READY=1", "WATCHDOG=1"} <= set(heard) and any(line.startswith("STATUS=0 records") for line in heard)
+        ):
             heard += notified.recv(4096).decode().split("\n")
         assert heard.index("STATUS=opening the ring") < heard.index("READY=1")
         process.terminate()
