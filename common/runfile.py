@@ -158,9 +158,36 @@ class DrafterSettings(Section):
     )
     hidden_act: str = Field(default="silu", description="Activation of the draft layers")
     intermediate_size: PositiveInt | None = Field(default=None, description="MLP width; default: the target's")
+    sliding_window: PositiveInt | None = Field(
+        default=None,
+        description="Window of the layers that slide, which are causal inside the block, as engines serve them",
+    )
+    sliding_layers: list[NonNegativeInt] | None = Field(
+        default=None, description="Draft layers that slide. Default with a window: all"
+    )
     init_from: Literal["random", "target"] = Field(
         default="random", description="Draft layers start at random, or from target layers of equal shape"
     )
+
+    @model_validator(mode="after")
+    def _sliding(self) -> "DrafterSettings":
+        if self.sliding_layers is not None and self.sliding_window is None:
+            raise ValueError("sliding_layers needs sliding_window")
+        if any(layer >= self.layers for layer in self.sliding_layers or ()):
+            raise ValueError(f"sliding_layers {self.sliding_layers} must be below layers ({self.layers})")
+        return self
+
+    @property
+    def slides(self) -> tuple[bool, ...]:
+        """Whether each draft layer slides."""
+        if self.sliding_window is None:
+            return (False,) * self.layers
+        chosen = range(self.layers) if self.sliding_layers is None else self.sliding_layers
+        return tuple(layer in chosen for layer in range(self.layers))
+
+
+Weight = Annotated[float, Field(ge=0)]
+TARGET_TERMS = ("kl", "tv", "lk", "lk_hybrid")
 
 
 class ObjectiveSettings(Section):
@@ -174,6 +201,35 @@ class ObjectiveSettings(Section):
         default=None,
         description="Decay of slot weights, exp(-(k-1)/gamma). Default: 7, 5, 4 for block sizes 16, 10, 8",
     )
+    ce: Weight = Field(default=1.0, description="Weight of the cross-entropy with the recorded token")
+    kl: Weight = Field(default=0.0, description="Weight of KL(target, drafter); needs target.last_hidden")
+    tv: Weight = Field(default=0.0, description="Weight of the total variation; needs target.last_hidden")
+    lk: Weight = Field(default=0.0, description="Weight of -log of the overlap (LK); needs target.last_hidden")
+    lk_hybrid: Weight = Field(
+        default=0.0, description="Weight of LK's blend of kl and tv by the overlap; needs target.last_hidden"
+    )
+    weighting: Literal["decay", "dpace"] = Field(
+        default="decay", description="Slots weigh by gamma's decay, or by how many acceptances hang on them (D-PACE)"
+    )
+    dpace_alpha: Annotated[float, Field(ge=0, le=1)] = Field(default=0.5, description="D-PACE's smoothing")
+    confidence: Weight = Field(default=0.0, description="Weight of the entropy of slots that are right already (CAP)")
+    first_error: Weight = Field(
+        default=0.0, description="Weight of an extra cross-entropy at each block's first wrong slot"
+    )
+    noise: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Uniform noise on the features in training, falling from this to 0 over the run"
+    )
+
+    @model_validator(mode="after")
+    def _some_loss(self) -> "ObjectiveSettings":
+        if not (self.ce or self.target_terms):
+            raise ValueError(f"give one of ce, {', '.join(TARGET_TERMS)} a positive weight")
+        return self
+
+    @property
+    def target_terms(self) -> list[str]:
+        """Terms in use that need the target's own distribution, and its last hidden state in the records."""
+        return [term for term in TARGET_TERMS if getattr(self, term)]
 
 
 class OptimizerSettings(Section):
@@ -249,6 +305,9 @@ class RunFile(Section):
             raise ValueError(f"stream.token_budget ({budget}) is less than data.max_length ({longest})")
         if self.optimizer.schedule == "wsd" and self.optimizer.warmup + self.optimizer.decay > 1:
             raise ValueError("optimizer.warmup and optimizer.decay together are more than the whole run")
+        if (terms := self.objective.target_terms) and not self.target.last_hidden:
+            used = " and ".join(f"objective.{term}" for term in terms)
+            raise ValueError(f"{used} needs target.last_hidden = true, so that records hold it")
         return self
 
 

@@ -53,6 +53,7 @@ class Blocks:
     scored: NDArray[np.int64]  # [n] slots with a weight, ascending; never a slot 0
     labels: NDArray[np.int64]  # [n] token id each of them is asked for
     weights: NDArray[np.float32]  # [n] w_k
+    label_at: NDArray[np.int64]  # [n] packed index of that token
     spans: tuple[Span, ...]
     anchors: NDArray[np.int64]  # [N] packed index of each block's anchor
 
@@ -124,6 +125,7 @@ def pack_blocks(
         scored=scored,
         labels=tokens[place[scored]].astype(np.int64),
         weights=np.exp(-(slot[scored] - 1) / gamma).astype(np.float32),
+        label_at=place[scored],
         spans=_spans(starts, at, per_row, exists.sum(1)),
         anchors=at,
     )

@@ -110,6 +110,8 @@ class DrafterConfig:
             rope_theta=float(info.rope_theta),
             max_position_embeddings=info.max_position_embeddings,
             hidden_act=run.drafter.hidden_act,
+            layer_types=tuple(SLIDING if slides else FULL for slides in run.drafter.slides),
+            sliding_window=run.drafter.sliding_window,
             bos_token_id=info.bos_token_id,
             eos_token_id=info.eos_token_id,
             dtype=run.trainer.dtype,

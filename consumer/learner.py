@@ -43,6 +43,7 @@ from .drafter import (
 )
 from .losses import (
     SCALARS,
+    Scored,
     Summary,
     accepted,
     accepted_lazily,
@@ -50,6 +51,15 @@ from .losses import (
     head_cross_entropy,
     head_hits,
     sums_size,
+)
+from .objective import (
+    PLAIN,
+    Objective,
+    Slots,
+    fused_backend,
+    noise_seeds,
+    score_through_head,
+    whole_blocks,
 )
 from .optim import MasterWeights, build_optimizer, copy_strictly
 from .transfer import StateReader, view_states
@@ -80,12 +90,14 @@ class Reducer(Protocol):
 
 
 class FrozenWeights(Protocol):
-    """The target's embedding and head, [V, H] each (`common.target.FrozenHead`)."""
+    """The target's embedding and head, [V, H] each, and its final norm (`common.target.FrozenHead`)."""
 
     @property
     def embed_weight(self) -> Tensor: ...
     @property
     def head_weight(self) -> Tensor: ...
+    @property
+    def norm(self) -> Callable[[Tensor], Tensor]: ...
 
 
 def drafter_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -123,6 +135,7 @@ class _Rows:
     mask: NDArray[np.uint8]
     cu_seqlens: NDArray[np.int32]
     anchors: list[Positions]  # of each row
+    ids: NDArray[np.int64]  # of each row
     start: int  # place of the first token in the record
 
     @property
@@ -138,7 +151,15 @@ class _Inputs(NamedTuple):
     scored: Tensor
     labels: Tensor
     cells: Tensor
+    label_at: Tensor
     weights: Tensor
+
+
+class _States(NamedTuple):
+    """A micro-batch's hidden states on the device: features [t, K·H], and the target's normalised last ones [t, H]."""
+
+    features: Tensor
+    last: Tensor | None
 
 
 class DFlashLearner:
@@ -154,7 +175,9 @@ class DFlashLearner:
         self._gamma = run.objective.gamma or default_gamma(self.config.block_size)
         self._embedding = head.embed_weight.detach().to(self.device, dtype)
         self._head = head.head_weight.detach().to(self.device, dtype)
+        self._norm = head.norm
         self._chunk = HEAD_CHUNK[self.device.type]
+        self._objective = Objective.of(run.objective)
         self.weights = MasterWeights(self.drafter, dtype=dtype, device=self.device)
         self._optimizer = build_optimizer(self.weights, run.optimizer)
         self._reader = StateReader(self.device, dtype)
@@ -164,28 +187,32 @@ class DFlashLearner:
 
     # Records
 
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
-        """Adds a record's gradients and sums. states: the record's [planes, T, H] bytes in its slot.
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
+        """Adds a record's gradients and sums. states: the record's [planes, T, H] bytes in its slot; done: the share
+        of the run's steps that is behind, for schedules.
 
         On return the slot may be released: nothing points into it and no copy out of it is under way.
         """
         micros = self._micro_batches(meta, epoch)
         blocks = [self._pack(rows, rows.anchors) for rows in micros]
-        needed = [
-            max(1, packed.spans[-1].context_to) for packed in blocks
-        ]  # nothing sees what is after the last anchor
-        for rows, packed, features in zip(micros, blocks, self._features(meta, states, micros, needed), strict=True):
-            context = self.drafter.project_context(features, self._context_positions(rows, len(features)))
-            self._score(packed, context, len(rows.tokens)).backward()
+        needed = [len(rows.tokens) for rows in micros]
+        if not self._objective.needs_target:  # nothing sees what is after the last anchor
+            needed = [max(1, packed.spans[-1].context_to) for packed in blocks]
+        noise = self._run.objective.noise * (1 - done)
+        for rows, packed, found in zip(micros, blocks, self._states(meta, states, micros, needed), strict=True):
+            if noise:
+                self._add_noise(found.features, rows, noise, epoch)
+            context = self.drafter.project_context(found.features, self._context_positions(rows, len(found.features)))
+            self._score(packed, context, len(rows.tokens), found.last).backward()
 
     @torch.no_grad()
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
         """Adds a record's sums, chains included; no gradients. On return its slot may be released."""
         micros = self._micro_batches(meta, EVAL_EPOCH)
         needed = [len(rows.tokens) for rows in micros]
-        for rows, features in zip(micros, self._features(meta, states, micros, needed), strict=True):
-            context = self.drafter.project_context(features, self._context_positions(rows, len(features)))
-            self._score(self._pack(rows, rows.anchors), context, len(rows.tokens))
+        for rows, found in zip(micros, self._states(meta, states, micros, needed), strict=True):
+            context = self.drafter.project_context(found.features, self._context_positions(rows, len(found.features)))
+            self._score(self._pack(rows, rows.anchors), context, len(rows.tokens), found.last)
             self._chain(rows, context)
 
     def _micro_batches(self, meta: RecordMeta, epoch: int) -> list[_Rows]:
@@ -205,17 +232,38 @@ class DFlashLearner:
         runs = micro_batches(np.diff(cu).astype(np.int64), wanted, self._run.trainer.micro_tokens)
         parts = [(first, past, slice(int(cu[first]), int(cu[past]))) for first, past in runs]
         return [
-            _Rows(meta.tokens[at], meta.mask[at], cu[first : past + 1] - cu[first], anchors[first:past], at.start)
+            _Rows(
+                meta.tokens[at],
+                meta.mask[at],
+                cu[first : past + 1] - cu[first],
+                anchors[first:past],
+                np.asarray(meta.row_ids[first:past], np.int64),
+                at.start,
+            )
             for first, past, at in parts
         ]
 
-    def _features(
+    def _states(
         self, meta: RecordMeta, states: memoryview, micros: Sequence[_Rows], needed: Sequence[int]
-    ) -> Iterator[Tensor]:
-        """Features of the first `needed` tokens of each micro-batch."""
+    ) -> Iterator[_States]:
+        """Hidden states of the first `needed` tokens of each micro-batch."""
         view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
         spans = [(rows.start, rows.start + count) for rows, count in zip(micros, needed, strict=True)]
-        return self._reader.features(view, len(meta.layer_ids), spans)
+        last = self._objective.needs_target
+        for features, hidden in self._reader.features(view, len(meta.layer_ids), spans, last=last):
+            with torch.no_grad():
+                normed = None if hidden is None else self._norm(hidden)
+            yield _States(features, normed)
+
+    def _add_noise(self, features: Tensor, rows: _Rows, scale: float, epoch: int) -> None:
+        """Adds u·scale, u uniform in [-1, 1], to the features; a row's depend on (seed, epoch, row id) alone."""
+        for (start, stop), seed in zip(
+            rows.bounds, noise_seeds(self._run.trainer.seed, epoch, rows.ids.tolist()), strict=True
+        ):
+            generator = torch.Generator(self.device).manual_seed(seed)
+            shape = (stop - start, features.shape[1])  # of the whole row, so that cutting it changes nothing
+            noise = torch.empty(shape, dtype=features.dtype, device=self.device).uniform_(-1, 1, generator=generator)
+            features[start:stop] += scale * noise[: len(features) - start]
 
     def _context_positions(self, rows: _Rows, count: int) -> Tensor:
         """Position of each context token in its own document, int64 [count]."""
@@ -236,9 +284,8 @@ class DFlashLearner:
 
     def _hidden(self, blocks: Blocks, context: Sequence[ContextKV]) -> tuple[Tensor, _Inputs]:
         """States [n, H] of the scored slots, and the tables that came along."""
-        columns = [blocks.ids, blocks.positions, blocks.scored, blocks.labels, blocks.cells]
-        ids, positions, scored, labels, cells = to_device(columns, self.device)
-        inputs = _Inputs(ids, positions, scored, labels, cells, to_device([blocks.weights], self.device)[0])
+        columns = [blocks.ids, blocks.positions, blocks.scored, blocks.labels, blocks.cells, blocks.label_at]
+        inputs = _Inputs._make([*to_device(columns, self.device), *to_device([blocks.weights], self.device)])
         attend = self._attend(blocks, context[0][0].shape[1])
         embeds = F.embedding(inputs.ids, self._embedding)
         hidden = self.drafter.decode(embeds, inputs.positions, context, attend)
@@ -249,19 +296,29 @@ class DFlashLearner:
             return FlexAttention(blocks, context, self.device, compiled=True)
         return DenseAttention(blocks)
 
-    def _score(self, blocks: Blocks, context: Sequence[ContextKV], tokens: int) -> Tensor:
-        """Adds the blocks' sums and returns their Σ w·CE."""
+    def _score(self, blocks: Blocks, context: Sequence[ContextKV], tokens: int, last: Tensor | None = None) -> Tensor:
+        """Adds the blocks' sums and returns their share of the loss's numerator."""
         hidden, inputs = self._hidden(blocks, context)
-        scored = head_cross_entropy(hidden, self._head, inputs.labels, inputs.weights, chunk_bytes=self._chunk)
+        scored = self._through_head(blocks, hidden, inputs, last)
         self._sums += block_sums(
             scored,
-            inputs.weights,
             inputs.cells,
             blocks=blocks.count,
             block_size=self.config.block_size,
             context_tokens=tokens,
         )
         return scored.loss
+
+    def _through_head(self, blocks: Blocks, hidden: Tensor, inputs: _Inputs, last: Tensor | None) -> Scored:
+        if self._objective.plain:
+            return head_cross_entropy(hidden, self._head, inputs.labels, inputs.weights, chunk_bytes=self._chunk)
+        most = max(1, self._chunk // (4 * len(self._head)))
+        runs = whole_blocks(blocks.block[blocks.scored], most)
+        size = self.config.block_size
+        slots = Slots(inputs.labels, inputs.weights, inputs.cells, blocks.count, size, runs)
+        target = None if last is None else last.index_select(0, inputs.label_at - 1)
+        backend = fused_backend() if self.device.type == "cuda" else PLAIN
+        return score_through_head(hidden, self._head, slots, self._objective, target, backend)
 
     def _chain(self, rows: _Rows, context: Sequence[ContextKV]) -> None:
         def accept(anchors: list[Positions]) -> NDArray[np.int64]:

@@ -12,7 +12,6 @@ scales the stored dh: the head costs two matrix products a slot, with no recompu
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,15 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class HeadLoss(NamedTuple):
-    loss: Tensor  # [] Σ w·CE, differentiable in the hidden states
-    losses: Tensor  # [n] CE of each slot, detached
+class Scored(NamedTuple):
+    """What an objective says of scored slots."""
+
+    loss: Tensor  # [] numerator of the loss, differentiable in the hidden states
+    ce: Tensor  # [n] cross-entropy of each slot, detached
     hits: Tensor  # [n] bool, argmax equals the label (the lowest id among equals)
+    weights: Tensor  # [n] w of each slot; their sum is the loss's denominator
 
 
 def head_cross_entropy(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor, *, chunk_bytes: int = 2**26
-) -> HeadLoss:
+) -> Scored:
     """Weighted cross-entropy sum of slots through a frozen head.
 
     hidden [n, H]; head_weight [V, H] in the same dtype; labels [n] int64; weights [n]. Logits come out of the product
@@ -38,7 +40,7 @@ def head_cross_entropy(
     """
     chunk = max(1, chunk_bytes // (4 * head_weight.shape[0]))
     loss, losses, hits = _HeadCrossEntropy.apply(hidden, head_weight, labels, weights, chunk)
-    return HeadLoss(loss, losses, hits)
+    return Scored(loss, losses, hits, weights)
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,18 +57,11 @@ def softmax_parts(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Te
     return losses, hits, slope.to(logits.dtype)
 
 
-def _softmax_pointwise(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_parts` without anything in place: two reductions and one pointwise pass once compiled."""
-    label = labels[:, None]
-    scores = torch.log_softmax(logits, -1, dtype=wide)
-    slope = scores.exp() - (torch.arange(logits.shape[1], device=logits.device) == label).to(wide)
-    return -scores.gather(1, label)[:, 0], logits.argmax(-1) == labels, slope.to(logits.dtype)
+def fused_cross_entropy() -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """Imported on first use: a CPU run never needs Triton."""
+    from .kernels import cross_entropy
 
-
-@cache
-def _fused_softmax() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Made on first use: torch.compile imports a compiler, which a CPU run never needs."""
-    return torch.compile(_softmax_pointwise, dynamic=True)
+    return cross_entropy
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -77,14 +72,19 @@ class _HeadCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = hidden.new_empty(len(labels), dtype=wide)
         hits = torch.empty_like(labels, dtype=torch.bool)
-        softmax = _fused_softmax() if hidden.is_cuda else softmax_parts
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             logits = hidden[part] @ head_weight.T
-            losses[part], hits[part], slope = softmax(logits, labels[part], wide)
-            if gradient is not None:
-                gradient[part] = (slope @ head_weight) * weights[part, None]
+            if hidden.is_cuda:  # in place: the logits become weights·(softmax - onehot)
+                by = None if gradient is None else weights[part]
+                losses[part], hits[part] = fused_cross_entropy()(logits, labels[part], by)
+                if gradient is not None:
+                    torch.mm(logits, head_weight, out=gradient[part])
+            else:
+                losses[part], hits[part], slope = softmax_parts(logits, labels[part], wide)
+                if gradient is not None:
+                    gradient[part] = (slope @ head_weight) * weights[part, None]
         ctx.save_for_backward(*([] if gradient is None else [gradient]))
         ctx.mark_non_differentiable(losses, hits)
         return (losses * weights).sum(), losses, hits
@@ -145,17 +145,15 @@ def sums_size(block_size: int) -> int:
     return len(SCALARS) + 2 * (block_size - 1)
 
 
-def block_sums(
-    scored: HeadLoss, weights: Tensor, cells: Tensor, *, blocks: int, block_size: int, context_tokens: int
-) -> Tensor:
+def block_sums(scored: Scored, cells: Tensor, *, blocks: int, block_size: int, context_tokens: int) -> Tensor:
     """One micro-batch's sums as a float64 vector (see `sums_size`), on the device, without waiting for it."""
     slots = cells % block_size - 1
-    per_slot = scored.losses.new_zeros(2, block_size - 1, dtype=torch.float64)
+    per_slot = scored.ce.new_zeros(2, block_size - 1, dtype=torch.float64)
     per_slot[0].index_add_(0, slots, scored.hits.double())
-    per_slot[1].index_add_(0, slots, torch.ones_like(scored.losses, dtype=torch.float64))
+    per_slot[1].index_add_(0, slots, torch.ones_like(scored.ce, dtype=torch.float64))
     right = accepted(scored.hits, cells, blocks, block_size).sum(dtype=torch.float64)
     counts = per_slot.new_zeros(len(SCALARS))
-    counts[:3] = torch.stack([scored.loss.detach().double(), weights.sum(dtype=torch.float64), right])
+    counts[:3] = torch.stack([scored.loss.detach().double(), scored.weights.sum(dtype=torch.float64), right])
     counts[SCALARS.index("blocks")] = blocks
     counts[SCALARS.index("context_tokens")] = context_tokens
     return torch.cat([counts, per_slot.flatten()])

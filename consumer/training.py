@@ -39,8 +39,9 @@ FIRST_PHASE: Phase = (Kind.TRAIN, 0)
 class Learner(Protocol):
     """What a rank trains (learner.py). All ranks make the same calls in the same order, but for their records."""
 
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
-        """Add the record's unnormalised gradients and sums. On return nothing reads `states` any more."""
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float) -> None:
+        """Add the record's unnormalised gradients and sums; done: the share of the run's steps behind it. On return
+        nothing reads `states` any more."""
         ...
 
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
@@ -244,7 +245,8 @@ class Training:
             self._reports.doing("compute")
             with self._flag.interruptible():
                 if kind is Kind.TRAIN:
-                    self._learner.train_record(record.meta, record.states, self._plan.epoch_of(number))
+                    done = number / max(1, self._plan.total_steps)
+                    self._learner.train_record(record.meta, record.states, self._plan.epoch_of(number), done)
                 else:
                     self._learner.eval_record(record.meta, record.states)
             self._source.release(record)

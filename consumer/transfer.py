@@ -67,16 +67,26 @@ class StateReader:
         self._device, self._dtype = device, dtype
         self._landing: _Landing | None = None
 
-    def features(self, states: Tensor, layers: int, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        """For each token span (from, to): features [to - from, layers·H] of the first `layers` planes of `states`."""
+    def features(
+        self, states: Tensor, layers: int, spans: Sequence[tuple[int, int]], *, last: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """For each token span (from, to): features [to - from, layers·H] of the first `layers` planes of `states`, and
+        with `last` the plane after them, [to - from, H]: the target's last hidden state."""
+        planes = layers + last
         if self._device.type != "cuda":
             for start, stop in spans:
-                yield _side_by_side(states[:layers, start:stop], self._dtype)
+                yield _parted(states[:planes, start:stop], layers, self._dtype)
             return
         longest = max((stop - start for start, stop in spans), default=0)
-        if self._landing is None or not self._landing.holds(states, layers, longest):
-            self._landing = _Landing(self._device, states, layers, longest)
-        yield from self._landing.run(states, spans, self._dtype)
+        if self._landing is None or not self._landing.holds(states, planes, longest):
+            self._landing = _Landing(self._device, states, planes, longest)
+        yield from self._landing.run(states, spans, layers, self._dtype)
+
+
+def _parted(planes: Tensor, layers: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Copies of the first `layers` planes [K, t, H] as [t, K·H], and of the one after them if it is there."""
+    last = planes[layers].to(dtype, copy=True) if len(planes) > layers else None
+    return _side_by_side(planes[:layers], dtype), last
 
 
 def _side_by_side(planes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,22 +98,24 @@ def _side_by_side(planes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Landing:
-    """Two device buffers [layers, tokens, H] and the stream that fills them in turn."""
+    """Two device buffers [planes, tokens, H] and the stream that fills them in turn."""
 
-    def __init__(self, device: torch.device, like: Tensor, layers: int, tokens: int) -> None:
-        shape = (layers, -(-tokens // 1024) * 1024, like.shape[2])
+    def __init__(self, device: torch.device, like: Tensor, planes: int, tokens: int) -> None:
+        shape = (planes, -(-tokens // 1024) * 1024, like.shape[2])
         self._buffers = [torch.empty(shape, dtype=like.dtype, device=device) for _ in range(2)]
         self._stream = torch.cuda.Stream(device)
         self._copied, self._read = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
         for event in self._read:
             event.record(torch.cuda.current_stream(device))
 
-    def holds(self, like: Tensor, layers: int, tokens: int) -> bool:
+    def holds(self, like: Tensor, planes: int, tokens: int) -> bool:
         buffer = self._buffers[0]
-        fits = buffer.shape[0] == layers and buffer.shape[1] >= tokens and buffer.shape[2] == like.shape[2]
+        fits = buffer.shape[0] == planes and buffer.shape[1] >= tokens and buffer.shape[2] == like.shape[2]
         return fits and buffer.dtype == like.dtype
 
-    def run(self, states: Tensor, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Iterator[Tensor]:
+    def run(
+        self, states: Tensor, spans: Sequence[tuple[int, int]], layers: int, dtype: torch.dtype
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields each span's features. A buffer is filled again as soon as its planes have been put side by side."""
         compute = torch.cuda.current_stream(self._buffers[0].device)
         try:
@@ -113,9 +125,9 @@ class _Landing:
                 if i + 1 < len(spans):
                     self._fill((i + 1) % 2, states, *spans[i + 1])
                 compute.wait_event(self._copied[i % 2])
-                features = _side_by_side(self._buffers[i % 2][:, : stop - start], dtype)
+                found = _parted(self._buffers[i % 2][:, : stop - start], layers, dtype)
                 self._read[i % 2].record(compute)
-                yield features
+                yield found
         finally:
             self._stream.synchronize()
 

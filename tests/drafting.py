@@ -10,7 +10,7 @@ from paceline.common.record import RecordMeta
 from paceline.common.runfile import RunFile
 from paceline.common.target_info import TargetInfo
 from paceline.consumer.drafter import Drafter, DrafterConfig, init_drafter
-from torch import Tensor
+from torch import Tensor, nn
 
 VOCAB, HIDDEN, MASK_ID = 61, 48, 60
 
@@ -66,16 +66,19 @@ def make_run(**sections: dict[str, Any]) -> RunFile:
 
 @dataclass
 class Head:
-    """Stands in for the target's embedding and head."""
+    """Stands in for the target's embedding, head and final norm."""
 
     embed_weight: Tensor
     head_weight: Tensor
+    norm: nn.Module
 
 
 def make_head(seed: int = 0, *, vocab: int = VOCAB, hidden: int = HIDDEN) -> Head:
     generator = torch.Generator().manual_seed(seed)
     embed, head = (torch.randn(vocab, hidden, generator=generator) for _ in range(2))
-    return Head(embed, head * 0.3)
+    norm = nn.RMSNorm(hidden, eps=1e-6)
+    nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
+    return Head(embed, head * 0.3, norm.requires_grad_(False))
 
 
 def make_drafter(config: DrafterConfig = CONFIG, seed: int = 0) -> Drafter:

@@ -116,10 +116,10 @@ class StoppingLearner(SumLearner):
     gate_step: int = 0
     rank: int = 0
 
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int) -> None:
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float) -> None:
         while self.gate and self.steps >= self.gate_step and not Path(self.gate).exists():
             time.sleep(0.02)
-        super().train_record(meta, states, epoch)
+        super().train_record(meta, states, epoch, done)
 
     def reduce(self, group: Any) -> None:
         for step, rank, how, mark in self.stops:

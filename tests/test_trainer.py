@@ -188,7 +188,8 @@ def test_run_from_start_to_end(job: Job, undisturbed: dict[str, float]):
     output = finish(job, undisturbed)
     report = job.audit()
     steps = report.total_steps
-    assert re.search(rf"\[\d+s\] step={steps} loss=.* tau=.* lr=.* \| tgt=.* q_pre=\[\d[\d,]*\] q_hs=\[\d[\d,]*\]", output)
+    queues = r"q_pre=\[\d[\d,]*\] q_hs=\[\d[\d,]*\]"  # of those workers that are still there
+    assert re.search(rf"\[\d+s\] step={steps} loss=.* tau=.* lr=.* \| tgt=.* {queues}", output)
     assert f"run toy is finished: {steps} steps" in output
     lines = read_metrics(Path(job.run.output))
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, steps + 1))

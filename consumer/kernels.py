@@ -1,0 +1,179 @@
+"""Triton kernels of the objective: a chunk of logits to statistics, and in place to its own gradient.
+
+One program a row walks along the vocabulary, softmaxes in float32 with running maxima; nothing of the chunk's size is
+allocated. They compute what `objective.slot_stats` and `objective.slot_slopes` do, the plain form that the tests hold
+them against (on a CPU under TRITON_INTERPRET=1).
+
+    cross_entropy   decayed cross-entropy alone: statistics and gradient in one launch, the row still in the cache
+    slot_stats      any objective; with the target's logits a second walk, for what needs both softmaxes
+    slot_slopes     any objective: overwrites the logits
+
+Logits are [c, V] with stride 1 along V. Reads: c·V twice (cross_entropy), once and with a target's chunk two times two
+(slot_stats), once (slot_slopes). Writes: c·V once.
+"""
+
+from typing import Any, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .objective import Factors, SlotStats
+
+BLOCK = 4096  # logits a program takes at a time
+WARPS = 8
+
+
+@triton.jit
+def _softmax_walk(row, label, size, BLOCK: tl.constexpr):
+    """Running maximum, Σ exp(z - max), Σ exp(z - max)·z and the lowest argmax of one row, and the label's logit."""
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    mean = tl.zeros((), tl.float32)
+    best = tl.zeros((), tl.int32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        z = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+        here = tl.max(z, 0)
+        best = tl.where(here > top, start + tl.argmax(z, 0), best)
+        new = tl.maximum(top, here)
+        scale = tl.exp(top - new)
+        e = tl.exp(z - new)
+        total = total * scale + tl.sum(e, 0)
+        mean = mean * scale + tl.sum(e * tl.where(at < size, z, 0.0), 0)
+        top = new
+    return top, total, mean, best, tl.load(row + label).to(tl.float32)
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits, labels, weights, ce, right, size, stride, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0).to(tl.int64)
+    row = logits + i * stride
+    label = tl.load(labels + i)
+    top, total, _, best, z_label = _softmax_walk(row, label, size, BLOCK)
+    lse = top + tl.log(total)
+    tl.store(ce + i, lse - z_label)
+    tl.store(right + i, (best == label).to(tl.int8))
+    if GRADIENT:
+        weight = tl.load(weights + i).to(tl.float32)
+        for start in range(0, size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            z = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+            slope = weight * (tl.exp(z - lse) - tl.where(at == label, 1.0, 0.0))
+            tl.store(row + at, slope.to(logits.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _stats_kernel(
+    logits, target, labels, ce, right, entropy, lse_out, target_lse, kl, overlap, below, size, stride,
+    TARGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    row = logits + i * stride
+    label = tl.load(labels + i)
+    top, total, mean, best, z_label = _softmax_walk(row, label, size, BLOCK)
+    lse = top + tl.log(total)
+    tl.store(ce + i, lse - z_label)
+    tl.store(right + i, (best == label).to(tl.int8))
+    tl.store(entropy + i, lse - mean / total)
+    tl.store(lse_out + i, lse)
+    if TARGET:
+        own = target + i * stride
+        own_top, own_total, _, _, _ = _softmax_walk(own, label, size, BLOCK)
+        own_lse = own_top + tl.log(own_total)
+        kl_sum = tl.zeros((), tl.float32)
+        shared = tl.zeros((), tl.float32)
+        less = tl.zeros((), tl.float32)
+        for start in range(0, size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < size
+            log_q = tl.load(row + at, mask=inside, other=0.0).to(tl.float32) - lse
+            log_p = tl.load(own + at, mask=inside, other=0.0).to(tl.float32) - own_lse
+            q = tl.where(inside, tl.exp(log_q), 0.0)
+            p = tl.where(inside, tl.exp(log_p), 0.0)
+            kl_sum += tl.sum(p * (log_p - log_q), 0)
+            shared += tl.sum(tl.minimum(p, q), 0)
+            less += tl.sum(tl.where(q < p, q, 0.0), 0)
+        tl.store(target_lse + i, own_lse)
+        tl.store(kl + i, kl_sum)
+        tl.store(overlap + i, shared)
+        tl.store(below + i, less)
+
+
+@triton.jit
+def _slopes_kernel(
+    logits, target, labels, lse_in, entropy_in, target_lse, below, ce_by, kl_by, overlap_by, entropy_by, size, stride,
+    TARGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    row = logits + i * stride
+    label, lse, entropy = tl.load(labels + i), tl.load(lse_in + i), tl.load(entropy_in + i)
+    ce, kl, by_entropy = tl.load(ce_by + i), tl.load(kl_by + i), tl.load(entropy_by + i)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < size
+        log_q = tl.load(row + at, mask=inside, other=0.0).to(tl.float32) - lse
+        q = tl.exp(log_q)
+        slope = (ce + kl) * q - ce * tl.where(at == label, 1.0, 0.0) - by_entropy * q * (log_q + entropy)
+        if TARGET:
+            own = tl.load(target + i * stride + at, mask=inside, other=0.0).to(tl.float32)
+            p = tl.exp(own - tl.load(target_lse + i))
+            less = tl.where(q < p, 1.0, 0.0)
+            slope = slope - kl * p + tl.load(overlap_by + i) * q * (tl.load(below + i) - less)
+        tl.store(row + at, slope.to(logits.dtype.element_ty), mask=inside)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """CE [c] float32 and whether the argmax is the label [c] of logits [c, V], labels [c].
+
+    With weights [c] the logits become weights·(softmax - onehot) in place.
+    """
+    ce, right = _column(logits), torch.empty(len(logits), dtype=torch.int8, device=logits.device)
+    if len(logits):
+        weighted = ce if weights is None else weights.contiguous()
+        cast(Any, _cross_entropy_kernel)[(len(logits),)](
+            logits, labels, weighted, ce, right, logits.shape[1], logits.stride(0),
+            GRADIENT=weights is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return ce, right.bool()
+
+
+def slot_stats(logits: Tensor, labels: Tensor, target: Tensor | None) -> SlotStats:
+    """As `objective.slot_stats`."""
+    _check(logits, target)
+    ce, entropy, lse = (_column(logits) for _ in range(3))
+    right = torch.empty(len(logits), dtype=torch.int8, device=logits.device)
+    more = [_column(logits) for _ in range(4)] if target is not None else [ce] * 4
+    if len(logits):
+        cast(Any, _stats_kernel)[(len(logits),)](
+            logits, logits if target is None else target, labels, ce, right, entropy, lse, *more,
+            logits.shape[1], logits.stride(0), TARGET=target is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return SlotStats(ce, right.bool(), entropy, lse, *(more if target is not None else [None] * 4))
+
+
+def slot_slopes(logits: Tensor, labels: Tensor, target: Tensor | None, stats: SlotStats, factors: Factors) -> Tensor:
+    """As `objective.slot_slopes`, but in place: the logits' own memory is returned."""
+    _check(logits, target)
+    own_lse, below = (stats.lse if column is None else column for column in (stats.target_lse, stats.below))
+    by = [factor.float().contiguous() for factor in factors]
+    if len(logits):
+        cast(Any, _slopes_kernel)[(len(logits),)](
+            logits, logits if target is None else target, labels, stats.lse, stats.entropy, own_lse, below, *by,
+            logits.shape[1], logits.stride(0), TARGET=target is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return logits
+
+
+def _column(logits: Tensor) -> Tensor:
+    return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+
+
+def _check(logits: Tensor, target: Tensor | None) -> None:
+    if logits.stride(-1) != 1 or (
+        target is not None and (target.shape, target.stride()) != (logits.shape, logits.stride())
+    ):
+        raise ValueError("logits must be rows of stride 1, and the target's of the same shape and strides")
