@@ -27,6 +27,8 @@ def draw_evaluation(reports: Mapping[str, EvalReport], path: Path) -> None:
     left.set(title="Drafted slots accepted", xlabel="slots 1 to k", ylabel="share of verifications", ylim=(0, 1))
     left.legend(frameon=False, fontsize=8)
     _produced(right, reports)
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     _save(figure, path)
 
 
@@ -91,19 +93,21 @@ def draw_timeline(
     for axes in (upper, lower):
         for at, _ in events:
             axes.axvline(at, color=COLOURS[2], linestyle="--", linewidth=1)
-    for at, what in events:
+    upper.set_ylim(0, 1.25 * max(upper.get_ylim()[1], 0.1))  # room for what happened, above the curves
+    for number, (at, what) in enumerate(events):
+        left = number % 2 == 0  # a kill is told before its line, the return behind its own
         upper.annotate(
             what,
             (at, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(3, -3),
+            xytext=(-4 if left else 4, -4),
             textcoords="offset points",
             va="top",
-            fontsize=7,
+            ha="right" if left else "left",
+            fontsize=8,
             color=COLOURS[2],
-            rotation=90,
         )
-    upper.legend(frameon=False, fontsize=8, loc="lower right")
+    upper.legend(frameon=False, fontsize=8, loc="center left")
     _save(figure, path)
 
 
