@@ -136,7 +136,7 @@ class CountingLearner:
     def __init__(self) -> None:
         self._tokens = 0
 
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float) -> None:
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         self._tokens += len(meta.tokens)
 
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:

@@ -39,7 +39,7 @@ FIRST_PHASE: Phase = (Kind.TRAIN, 0)
 class Learner(Protocol):
     """What a rank trains (learner.py). All ranks make the same calls in the same order, but for their records."""
 
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float) -> None:
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         """Add the record's unnormalised gradients and sums; done: the share of the run's steps behind it. On return
         nothing reads `states` any more."""
         ...

@@ -116,7 +116,7 @@ class StoppingLearner(SumLearner):
     gate_step: int = 0
     rank: int = 0
 
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float) -> None:
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         while self.gate and self.steps >= self.gate_step and not Path(self.gate).exists():
             time.sleep(0.02)
         super().train_record(meta, states, epoch, done)
