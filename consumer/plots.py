@@ -18,6 +18,8 @@ COLOURS = ("#9aa5b1", "#1f6feb", "#d9480f", "#2b8a3e")
 
 def draw_evaluation(reports: Mapping[str, EvalReport], path: Path) -> None:
     """Per-position acceptance, and how many tokens each verification produced, for one or more named reports."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure(10, 3.8)
     left, right = _axes(figure, 1, 2)
     for (name, report), colour in zip(reports.items(), _colours(len(reports)), strict=True):
@@ -28,7 +30,7 @@ def draw_evaluation(reports: Mapping[str, EvalReport], path: Path) -> None:
     left.legend(frameon=False, fontsize=8)
     _produced(right, reports)
     for axes in (left, right):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _save(figure, path)
 
 
