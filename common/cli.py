@@ -242,6 +242,49 @@ def _show_prepared(report: "PrepareReport") -> None:
         click.echo(f"    {example}")
 
 
+@cli.command(short_help="Say what a run will need, and which split is fastest.")
+@_run_argument
+@_set_option
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="GPUs to split. Default: this machine's.")
+@click.option("--gpu-memory", type=float, metavar="GIB", help="Memory of each. Default: what nvidia-smi says.")
+@click.option("--target-rate", metavar="RATE", help="Of one worker: 4.5 is Ktok/s, 0.08b is batches/s.")
+@click.option("--drafter-rate", metavar="RATE", help="Of one rank, in the same unit.")
+@_json_option
+def plan(
+    run_path: Path,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    gpu_memory: float | None,
+    target_rate: str | None,
+    drafter_rate: str | None,
+    as_json: bool,
+) -> int:
+    """Say what a run will need, and which split is fastest.
+
+    Memory of each GPU by part and the largest micro-batch that fits, bytes in /dev/shm, and the speed of every split
+    of the GPUs. Nothing is started. Exit code 1: it does not fit.
+
+    Speed is computed from what one worker and one rank do when they never wait: the rates given, or what this run's
+    trainer measured, or an estimate from the shapes.
+    """
+    from .planner import make_plan, plan_json, plan_lines
+    from .target_info import resolve_layer_ids, target_info
+
+    run = _load(run_path, overrides)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    made = make_plan(
+        run,
+        info,
+        resolve_layer_ids(run, info),
+        gpus=gpus,
+        memory=gpu_memory,
+        target_rate=target_rate,
+        drafter_rate=drafter_rate,
+    )
+    click.echo(json.dumps(plan_json(made)) if as_json else "\n".join(plan_lines(made)))
+    return 0 if made.fits else 1
+
+
 # Running
 
 

@@ -170,7 +170,9 @@ def _rings(run: "RunFile") -> Iterator[Check]:
         yield Check("rings", "WARN", text, "correct target.path, or fetch the target first")
         return
     try:
-        needed = run.workers.count * _ring_bytes(run, planes, hidden_size)
+        from .footprint import ring_bytes  # numpy, whose absence is a finding of its own
+
+        needed = run.workers.count * ring_bytes(run, planes, hidden_size)
     except ImportError as error:
         yield Check("rings", "FAIL", f"cannot be sized without {error.name}", f"pip install {error.name}")
         return
@@ -191,15 +193,6 @@ def _rings(run: "RunFile") -> Iterator[Check]:
 def _planes(run: "RunFile") -> int | None:
     layers = len(run.target.layer_ids) if run.target.layer_ids is not None else run.drafter.layers
     return layers + run.target.last_hidden or None
-
-
-def _ring_bytes(run: "RunFile", planes: int, hidden_size: int) -> int:
-    from .record import max_rows, slot_bytes
-    from .ring_layout import SLOT_WORDS, TABLE_OFFSET, pages
-
-    budget = run.stream.token_budget
-    slot = slot_bytes(budget, max_rows(budget), planes, hidden_size, run.target.dtype)
-    return TABLE_OFFSET + pages(run.stream.slots * SLOT_WORDS * 8) + run.stream.slots * slot
 
 
 def hidden_size_of(path: str) -> int | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict, cast, get_args, get_type_hints
 
 from . import faults
+from .forecast import advice, live_rates
 
 METRICS_FILE = "metrics.jsonl"
 STALE_SECONDS = 10.0  # status.json is written each second; one older than this is nobody's present state
@@ -156,13 +157,22 @@ def log_line(values: Mapping[str, Any]) -> str:
 def bottleneck(status: Mapping[str, Any]) -> str:
     """Which side waits for which by the trainer's own count, and what would help; empty while that is not known."""
     data, worker = status.get("wait_data"), status.get("worker_wait")
+    if status.get("workers") == 0:
+        return "no worker is up: the trainer can only use what is in the rings"
     if data is None:
         return ""
     if data >= 0.1 and data >= (worker or 0.0):
-        return f"targets are the bottleneck: the trainer waits for hidden states {data:.0%} of its time (add workers)"
+        waits = f"targets are the bottleneck: the trainer waits for hidden states {data:.0%} of its time"
+        return f"{waits} ({_move(status) or 'add workers'})"
     if worker is not None and worker >= 0.1:
-        return f"drafters are the bottleneck: the workers wait for free slots {worker:.0%} of their time (add ranks)"
+        waits = f"drafters are the bottleneck: the workers wait for free slots {worker:.0%} of their time"
+        return f"{waits} ({_move(status) or 'add ranks'})"
     return "balanced: neither side waits for the other"
+
+
+def _move(status: Mapping[str, Any]) -> str:
+    rates = live_rates(status)
+    return "" if rates is None else advice(rates, status["workers"], status["ranks"])
 
 
 # Metrics

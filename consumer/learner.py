@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.errors import ConfigError, PacelineError
-from ..common.record import RecordMeta
+from ..common.footprint import HEAD_CHUNK
+from ..common.record import ITEM_BYTES, RecordMeta
 from ..common.runfile import RunFile
 from ..common.target import FrozenHead, as_dtype, compute_dtype
 from ..common.target_info import TargetInfo
@@ -67,7 +68,6 @@ from .transfer import StateReader, view_states
 log = logging.getLogger(__name__)
 
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
-HEAD_CHUNK = {"cpu": 2**26, "cuda": 2**30}  # bytes of float32 logits at a time
 CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
@@ -336,6 +336,39 @@ class DFlashLearner:
         chains = run_chains(masks, accept_everywhere(masks, accept, CHAIN_BLOCKS[self.device.type]))
         self._sums[SCALARS.index("chain_accepted")] += chains.accepted
         self._sums[SCALARS.index("chain_blocks")] += chains.blocks
+
+    def rehearse(self) -> None:
+        """Takes the largest micro-batch that can come forward and backward and drops all that came of it.
+
+        So a run that does not fit the device's memory ends in its first minute, with what to change (ConfigError), and
+        kernels are compiled for it. Weights, optimiser, sums and random states stay as they were.
+        """
+        run, tokens = self._run, min(self._run.trainer.micro_tokens, self._run.stream.token_budget)
+        bounds = [*range(0, max(tokens - 1, 1), run.data.max_length), max(tokens, run.data.max_length)]
+        size = bounds[-1]
+        meta = RecordMeta(
+            batch=0,
+            row_ids=np.arange(len(bounds) - 1, dtype=np.int64),
+            cu_seqlens=np.array(bounds, np.int32),
+            tokens=np.zeros(size, np.int32),
+            mask=np.ones(size, np.uint8),
+            layer_ids=self.config.target_layer_ids,
+            dtype=run.target.dtype,
+            hidden_size=self.config.hidden_size,
+            last_hidden="before_norm" if run.target.last_hidden else "none",
+            fingerprint=0,
+        )
+        states = bytearray(math.prod(meta.states_shape) * ITEM_BYTES[meta.dtype])
+        try:
+            self.train_record(meta, memoryview(states), EVAL_EPOCH)
+        except torch.OutOfMemoryError as error:
+            said = str(error).split(". ")[0]
+            raise ConfigError(
+                f"a micro-batch of {size:,} tokens does not fit into {self.device}: {said}. Lower "
+                f"trainer.micro_tokens ({run.trainer.micro_tokens:,}); paceline plan says what fits"
+            ) from error
+        finally:
+            self.discard()
 
     # Steps
 

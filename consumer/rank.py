@@ -65,6 +65,8 @@ class DFlash:
         self._torch, self._lr_at, self._summary, self._transfer = torch, optim.lr_at, losses.Summary.of, transfer
         info = target_info(run.target.path, run.target.trust_remote_code)
         self._learner = learner.build_learner(run, info, job.layer_ids, device=self._device, used_token=rows.used_token)
+        if self._device.type == "cuda":
+            self._learner.rehearse()
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
         self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard
         self.snapshot, self.restore = self._learner.snapshot, self._learner.restore

@@ -17,6 +17,7 @@ from paceline.common import devices, doctor, doctor_run, paths
 from paceline.common.cli import main
 from paceline.common.doctor import Check
 from paceline.common.fingerprint import Fingerprint
+from paceline.common.footprint import ring_bytes
 from paceline.common.locks import FileLock
 from paceline.common.record import max_rows, slot_bytes
 from paceline.common.ring import Ring
@@ -281,7 +282,7 @@ def test_the_rings_it_needs_are_those_that_are_made(run_path: Path, tmp_path: Pa
     with_ring = Ring.open(path, worker="w0", fingerprint=Fingerprint({"seed": 0}), slots=4, slot_bytes=size)
     from paceline.common.runfile import load
 
-    assert doctor_run._ring_bytes(load(run_path), 2, 64) == path.stat().st_size
+    assert ring_bytes(load(run_path), 2, 64) == path.stat().st_size
     (check,) = named(of_run(run_path), "rings")
     assert check.level == "OK" and "are there" in check.text
     with_ring.close()

@@ -46,6 +46,44 @@ def whole():
     return mean_gradient([learner]), learner.sums()
 
 
+def test_a_rehearsal_leaves_no_trace():
+    """Weights, gradients, sums, the generators' state and the next step are those of a learner that had none."""
+    fresh, rehearsed = make_learner(), make_learner()
+    state = torch.get_rng_state()
+    rehearsed.rehearse()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not rehearsed.sums().any() and not rehearsed.weights.gradients.any()
+    for learner in (fresh, rehearsed):
+        train(learner, (0, 1, 2))
+        assert learner.step(learner.sums(), 1e-2).finite
+    assert torch.equal(fresh.weights.masters, rehearsed.weights.masters)
+
+
+def test_a_rehearsal_is_of_the_largest_micro_batch(monkeypatch):
+    """As many tokens as may come, in rows of the largest length, every token supervised; or one row if it is longer."""
+    seen = []
+
+    def note(_self, meta, states, _epoch):
+        seen.append((np.diff(meta.cu_seqlens).tolist(), int(meta.mask.sum()), len(states)))
+
+    monkeypatch.setattr(DFlashLearner, "train_record", note)
+    make_learner(trainer={"micro_tokens": 150}, data={"max_length": 64}).rehearse()
+    make_learner(trainer={"micro_tokens": 32}, data={"max_length": 64}).rehearse()
+    assert seen == [([64, 64, 22], 150, 2 * 150 * 48 * 2), ([64], 64, 2 * 64 * 48 * 2)]
+
+
+def test_a_micro_batch_that_does_not_fit_says_what_to_change(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    learner = make_learner()
+    monkeypatch.setattr(learner, "_score", full)
+    with pytest.raises(ConfigError, match=r"64 tokens .* CUDA out of memory\. Lower trainer\.micro_tokens \(64\)"):
+        learner.rehearse()
+
+
 def test_gradient_equals_the_plain_drafters():
     """Σ w·CE / Σ w by the formulas, block by block in float64, and its autograd gradient."""
     learner = train(make_learner(), (0, 2))

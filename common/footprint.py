@@ -1,0 +1,186 @@
+"""Bytes that a run will take: of each GPU by part, of the rings. Arithmetic on the run file and the target's config.
+
+A rank holds one micro-batch whatever waits in the rings, so what it needs follows from `trainer.micro_tokens`, the
+drafter's shape and the head's chunk, and is the same at the first step and at the last. Activations are what autograd
+keeps for backward, counted tensor by tensor in the compute dtype; they are those of the largest micro-batch: rows of
+`data.max_length` whose every token is supervised.
+
+CUDA's own context, and what the allocator keeps in reserve, come on top (`CONTEXT`).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .record import ITEM_BYTES, max_rows, slot_bytes
+from .ring_layout import SLOT_WORDS, TABLE_OFFSET, pages
+
+if TYPE_CHECKING:
+    from .runfile import RunFile
+    from .target_info import TargetInfo
+
+HEAD_CHUNK = {"cpu": 2**26, "cuda": 2**30}  # bytes of float32 logits at a time; half of it in bfloat16
+CONTEXT = 700 * 2**20  # CUDA's context, its libraries' workspaces and the allocator's slack
+LANDING_TOKENS = 1024  # landing buffers grow in steps of so many tokens
+WIDE = 4  # bytes of float32: masters, gradients, moments
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes by part, in the order they are shown."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A drafter's shape, from the run file and the target."""
+
+    hidden: int
+    inner: int
+    layers: int
+    queries: int  # heads x head_dim
+    keys: int
+    planes: int
+    vocabulary: int
+    block: int
+    tied: bool
+
+    @classmethod
+    def of(cls, run: "RunFile", info: "TargetInfo", planes: int) -> "Shape":
+        return cls(
+            hidden=info.hidden_size,
+            inner=run.drafter.intermediate_size or info.intermediate_size,
+            layers=run.drafter.layers,
+            queries=info.num_heads * info.head_dim,
+            keys=info.num_kv_heads * info.head_dim,
+            planes=planes,
+            vocabulary=info.vocab_size,
+            block=run.drafter.block_size,
+            tied=info.tie_word_embeddings,
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the matrices of one draft layer."""
+        attention = self.hidden * (2 * self.queries + 2 * self.keys)
+        return attention + 3 * self.hidden * self.inner
+
+    @property
+    def weights(self) -> int:
+        return self.layers * self.layer_weights + self.planes * self.hidden * self.hidden
+
+
+def slots_of(run: "RunFile", tokens: int) -> int:
+    """Most draft positions (slot 0 included) of a micro-batch of so many context tokens."""
+    length = run.data.max_length
+    rows, rest = divmod(tokens, length)
+    anchors = sum(_anchors(run, size) for size in [length] * rows + [rest] * (rest > 1))
+    return anchors * run.drafter.block_size
+
+
+def _anchors(run: "RunFile", length: int) -> int:
+    return min(run.objective.max_anchors, math.ceil(run.objective.anchors_per_token * (length - 1)))
+
+
+def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") -> Parts:
+    """What one rank's device holds at its peak, with micro-batches of `tokens` context tokens."""
+    item = ITEM_BYTES[run.trainer.dtype]
+    slots, scored = slots_of(run, tokens), slots_of(run, tokens) * (shape.block - 1) // shape.block
+    heads = shape.vocabulary * shape.hidden * item * (1 if shape.tied else 2)
+    moments = 1 if run.optimizer.name == "muon" else 2
+    landing = 2 * (shape.planes + run.target.last_hidden) * -(-tokens // LANDING_TOKENS) * LANDING_TOKENS * shape.hidden
+    chunk_rows = min(scored, HEAD_CHUNK[device] // (4 * shape.vocabulary))
+    logits = chunk_rows * shape.vocabulary * item * (2 if run.objective.target_terms else 1)
+    through_head = 3 * scored * shape.hidden * item  # the scored slots' states, their gradient, its copy in backward
+    return Parts(
+        {
+            "target's embedding and head": heads,
+            "drafter, compute copy": shape.weights * item,
+            "drafter, float32 masters": shape.weights * WIDE,
+            "gradients, float32": shape.weights * WIDE,
+            f"{run.optimizer.name} state": moments * shape.weights * WIDE,
+            "micro-batch of hidden states": landing * ITEM_BYTES[run.target.dtype]
+            + tokens * shape.planes * shape.hidden * item,
+            "activations": activation_bytes(shape, slots, tokens) * item,
+            "logits chunk": logits,
+            "states through the head": through_head,
+            "CUDA context": CONTEXT if device == "cuda" else 0,
+        }
+    )
+
+
+def activation_bytes(shape: Shape, slots: int, tokens: int) -> int:
+    """Elements that backward needs: of the draft layers for each slot, of the context's projections for each token.
+
+    A slot in a layer: the residual and its normed copy twice (4H), queries before and after norm and RoPE and the
+    attention's output (3Q), keys and values likewise (4K), gate, up and their product (3I). A context token: fc's
+    output and its normed copy (2H) once, keys and values (4K) in each layer.
+    """
+    slot = 4 * shape.hidden + 3 * shape.queries + 4 * shape.keys + 3 * shape.inner
+    return shape.layers * (slots * slot + tokens * 4 * shape.keys) + tokens * 2 * shape.hidden
+
+
+def worker_parts(run: "RunFile", info: "TargetInfo", last_layer: int, device: str = "cuda") -> Parts:
+    """What one worker's device holds: the layers up to the last recorded one, and the forward of a full batch."""
+    tokens, item = run.stream.token_budget, ITEM_BYTES[run.target.dtype]
+    weights = target_weights(info, last_layer) * item
+    # The widest moment is inside an MLP: residual, normed input, gate, up and their product, of all tokens.
+    activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * item
+    context = CONTEXT if device == "cuda" else 0
+    return Parts({"target's weights": weights, "activations": activations, "CUDA context": context})
+
+
+def target_weights(info: "TargetInfo", last_layer: int) -> int:
+    """Weights of embedding and layers up to `last_layer`: from the safetensors' headers, or from a dense shape."""
+    found = dict(_safetensors(Path(info.path)))
+    if not found:
+        keys, queries = info.num_kv_heads * info.head_dim, info.num_heads * info.head_dim
+        layer = info.hidden_size * (2 * queries + 2 * keys + 3 * info.intermediate_size)
+        return info.vocab_size * info.hidden_size + (last_layer + 1) * layer
+    return sum(count for name, count in found.items() if _is_loaded(name, last_layer))
+
+
+def _is_loaded(name: str, last_layer: int) -> bool:
+    parts = name.split(".")
+    if "lm_head" in parts or "visual" in parts or "vision_tower" in parts:
+        return False
+    numbers = [int(after) for before, after in pairwise(parts) if before == "layers" and after.isdigit()]
+    return not numbers or numbers[0] <= last_layer
+
+
+def _safetensors(folder: Path) -> Iterator[tuple[str, int]]:
+    """(tensor name, elements) of the safetensors files of a folder, from their headers alone."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length)) if length < 2**28 else {}
+        for name, about in header.items():
+            if name != "__metadata__":
+                yield name, math.prod(about["shape"])
+
+
+def ring_bytes(run: "RunFile", planes: int, hidden_size: int) -> int:
+    """Bytes of one worker's ring file."""
+    budget = run.stream.token_budget
+    slot = slot_bytes(budget, max_rows(budget), planes, hidden_size, run.target.dtype)
+    return TABLE_OFFSET + pages(run.stream.slots * SLOT_WORDS * 8) + run.stream.slots * slot
+
+
+def largest_micro_batch(run: "RunFile", shape: Shape, memory: int, device: str = "cuda") -> int:
+    """Most `trainer.micro_tokens`, in steps of 256, with which a rank fits into `memory` bytes; 0 if none does.
+
+    A row is never parted, so a micro-batch has at least `data.max_length` tokens.
+    """
+    most = run.stream.token_budget
+    sizes = [size for size in range(256, most + 256, 256) if size >= min(run.data.max_length, most)]
+    fitting = [size for size in sizes if rank_parts(run, shape, min(size, most), device).total <= memory]
+    return min(max(fitting), most) if fitting else 0

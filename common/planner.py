@@ -1,0 +1,341 @@
+"""`paceline plan`: what a run will need and how fast it will go, before anything is started.
+
+    memory    of a rank's and a worker's device by part, against what the GPU has; the largest micro-batch that fits
+    rings     bytes in /dev/shm, against what can be written there (never MemTotal alone: a tmpfs holds no more than
+              the memory that is left)
+    speed     every split of the GPUs, from the speed of one worker and one rank: given, or what a trainer of this run
+              measured, or estimated from the shapes and the GPU's rate
+
+It says where each figure is from. No torch, no CUDA: GPUs are asked for through nvidia-smi.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import paths
+from .errors import UsageError
+from .footprint import Parts, Shape, largest_micro_batch, rank_parts, ring_bytes, slots_of, target_weights, worker_parts
+from .forecast import Rates, Split, forecast, live_rates, splits
+from .space import free_bytes, size_text
+from .telemetry import read_status
+
+if TYPE_CHECKING:
+    from .runfile import RunFile
+    from .target_info import TargetInfo
+
+GIB = 2**30
+USABLE = 0.95  # of a GPU's memory; the rest is the driver's and fragments
+
+# Dense bf16 TFLOP/s of the makers' data sheets, by a part of the name that nvidia-smi gives. Longer names first.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.0,
+}
+# Shares of that peak measured on an H200 at Qwen3-8B's size (docs/performance.md): target forward, drafter step.
+TARGET_SHARE, DRAFTER_SHARE = 0.455, 0.52
+SMALLEST_HIDDEN = 2048  # narrower models leave a GPU idle between kernels: their speed cannot be had from arithmetic
+SUPERVISED_SHARE = 0.8  # of a row's tokens, where no prepared rows say
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory: int  # bytes
+
+    @property
+    def tflops(self) -> float | None:
+        return next((rate for part, rate in PEAK_TFLOPS.items() if part in self.name), None)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of one worker and one rank, in `unit`, and where it is from."""
+
+    rates: Rates
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    workers: int
+    ranks: int
+    gpus: Sequence[Gpu]
+    count: int  # of GPUs to split
+    rank: Parts
+    worker: Parts
+    shared: bool  # both sides on one GPU
+    micro_tokens: int
+    largest_micro: int | None  # None where the GPU's memory is not known
+    slots: int
+    ring: int  # bytes of one
+    ring_folder: Path
+    ring_free: int
+    ring_there: int
+    speed: Speed | None
+    why_no_speed: str
+
+    @property
+    def memory(self) -> int | None:
+        return min((gpu.memory for gpu in self.gpus), default=None)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the fullest GPU."""
+        return self.rank.total + self.worker.total if self.shared else max(self.rank.total, self.worker.total)
+
+    @property
+    def fits(self) -> bool:
+        """Nothing that is known says that the run cannot start."""
+        memory = self.memory is None or self.needed <= USABLE * self.memory
+        return memory and self.rings <= self.ring_free + self.ring_there
+
+    @property
+    def rings(self) -> int:
+        return self.workers * self.ring
+
+    @property
+    def splits(self) -> list[Split]:
+        return splits(self.speed.rates, self.count) if self.speed and self.count else []
+
+    @property
+    def present(self) -> Split | None:
+        """The run file's own split, where each process has a GPU."""
+        return None if self.speed is None or self.shared else forecast(self.speed.rates, self.workers, self.ranks)
+
+
+def make_plan(
+    run: "RunFile",
+    info: "TargetInfo",
+    layer_ids: Sequence[int],
+    *,
+    gpus: int | None = None,
+    memory: float | None = None,
+    target_rate: str | None = None,
+    drafter_rate: str | None = None,
+    supervised: float | None = None,
+) -> Plan:
+    """gpus: how many to split (default: those of the machine, else those of the run file); memory: GiB of each.
+
+    target_rate, drafter_rate: of one worker and one rank, "4.5" Ktok/s or "0.08b" batches/s; both or neither.
+    supervised: share of the rows' tokens. UsageError.
+    """
+    count = gpus or run.workers.count + run.trainer.ranks
+    found = list_gpus() if memory is None else [Gpu("GPU", int(memory * GIB))] * count
+    count = gpus or len(found) or count
+    shape = Shape.of(run, info, len(layer_ids))
+    device = "cuda" if found or gpus else "cpu"
+    micro = min(run.trainer.micro_tokens, run.stream.token_budget)
+    last = info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
+    worker = worker_parts(run, info, last, device)
+    shared = count < run.workers.count + run.trainer.ranks
+    room = min((gpu.memory for gpu in found), default=None)
+    spare = None if room is None else int(USABLE * room) - (worker.total if shared else 0)
+    folder = paths.ring_dir(run)
+    speed, why = _speed(run, info, shape, found, last, supervised, target_rate, drafter_rate)
+    return Plan(
+        name=run.name,
+        workers=run.workers.count,
+        ranks=run.trainer.ranks,
+        gpus=found,
+        count=count,
+        rank=rank_parts(run, shape, micro, device),
+        worker=worker,
+        shared=shared,
+        micro_tokens=micro,
+        largest_micro=None if spare is None else largest_micro_batch(run, shape, spare, device),
+        slots=slots_of(run, micro),
+        ring=ring_bytes(run, len(layer_ids) + run.target.last_hidden, info.hidden_size),
+        ring_folder=folder,
+        ring_free=free_bytes(_nearest(folder)),
+        ring_there=sum(path.stat().st_blocks * 512 for path in folder.glob("*.ring")) if folder.is_dir() else 0,
+        speed=speed,
+        why_no_speed=why,
+    )
+
+
+def _nearest(folder: Path) -> Path:
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def list_gpus() -> list[Gpu]:
+    """The machine's GPUs, by nvidia-smi; none where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rsplit(",", 1) for line in listed.splitlines() if "," in line]
+    return [Gpu(name.strip(), int(size) * 2**20) for name, size in rows if size.strip().isdigit()]
+
+
+# Speed ---------------------------------------------------------------------------------------------------------------
+
+
+def _speed(
+    run: "RunFile",
+    info: "TargetInfo",
+    shape: Shape,
+    gpus: Sequence[Gpu],
+    last_layer: int,
+    supervised: float | None,
+    target_rate: str | None,
+    drafter_rate: str | None,
+) -> tuple[Speed | None, str]:
+    if target_rate or drafter_rate:
+        if not (target_rate and drafter_rate):
+            raise UsageError("give both --target-rate and --drafter-rate, or neither")
+        return _given(target_rate, drafter_rate), ""
+    status: Mapping[str, Any] = read_status(paths.status_path(run)) or {}
+    if (rates := live_rates(status)) is not None:
+        return Speed(rates, "batches/s", f"measured by this run's trainer up to step {status.get('step', 0)}"), ""
+    peak = gpus[0].tflops if gpus else None
+    if peak is None:
+        return None, "give --target-rate and --drafter-rate, or run it once: nothing is known of this machine's speed"
+    if info.hidden_size < SMALLEST_HIDDEN:
+        return None, (
+            f"a target of hidden size {info.hidden_size} is too small for an estimate: "
+            "measure with paceline bench pipeline and give --target-rate and --drafter-rate"
+        )
+    share = SUPERVISED_SHARE if supervised is None else supervised
+    target = TARGET_SHARE * peak * 1e9 / target_flops(info, last_layer, run.data.max_length)
+    drafter = DRAFTER_SHARE * peak * 1e9 / drafter_flops(run, shape, share)
+    return Speed(Rates(target, drafter), "Ktok/s", f"estimated for {gpus[0].name} from the shapes"), ""
+
+
+def _given(target: str, drafter: str) -> Speed:
+    units = {text.endswith("b") for text in (target, drafter)}
+    if len(units) > 1:
+        raise UsageError("--target-rate and --drafter-rate must both be in Ktok/s or both in batches/s (b)")
+    try:
+        rates = Rates(*(float(text.removesuffix("b")) for text in (target, drafter)))
+    except ValueError:
+        raise UsageError(f"rates are numbers, as 4.5 (Ktok/s) or 0.08b (batches/s), not {target} {drafter}") from None
+    if min(rates) <= 0:
+        raise UsageError("rates must be above 0")
+    return Speed(rates, "batches/s" if True in units else "Ktok/s", "as given")
+
+
+def target_flops(info: "TargetInfo", last_layer: int, length: int) -> float:
+    """Of the target's forward, a token of rows of `length`: two a weight, and attention over half a row on average."""
+    weights = target_weights(info, last_layer) - info.vocab_size * info.hidden_size  # the embedding is looked up
+    attention = (last_layer + 1) * 4 * info.num_heads * info.head_dim * length / 2
+    return 2 * weights + attention
+
+
+def drafter_flops(run: "RunFile", shape: Shape, supervised: float) -> float:
+    """Of a drafter's step, a context token: forward and backward of its share of slots and of its own projections.
+
+    Three times the forward's for what is trained, twice for the frozen head.
+    """
+    slots = run.objective.anchors_per_token * supervised * shape.block
+    stack = 3 * 2 * shape.layers * shape.layer_weights
+    head = 2 * 2 * shape.vocabulary * shape.hidden * (shape.block - 1) / shape.block
+    context = 3 * 2 * shape.hidden * (shape.planes * shape.hidden + shape.layers * 2 * shape.keys)
+    return slots * (stack + head) + context
+
+
+# Shown ---------------------------------------------------------------------------------------------------------------
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    speed = plan.speed
+    return {
+        "run": plan.name,
+        "split": f"{plan.workers}-{plan.ranks}",
+        "gpus": [{"name": gpu.name, "memory": gpu.memory} for gpu in plan.gpus],
+        "fits": plan.fits,
+        "rank": {"bytes": plan.rank.total, "parts": dict(plan.rank.parts)},
+        "worker": {"bytes": plan.worker.total, "parts": dict(plan.worker.parts)},
+        "one_gpu_for_both": plan.shared,
+        "micro_tokens": plan.micro_tokens,
+        "largest_micro_tokens": plan.largest_micro,
+        "rings": {"bytes": plan.rings, "each": plan.ring, "folder": str(plan.ring_folder), "free": plan.ring_free},
+        "speed": None if speed is None else {**speed.rates._asdict(), "unit": speed.unit, "source": speed.source},
+        "splits": [
+            {"split": str(split), "rate": split.rate, "waits": split.bound, "idle_targets": split.idle_targets,
+             "idle_drafters": split.idle_drafters} for split in plan.splits
+        ],
+    }  # fmt: skip
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as text, a line each."""
+    machine = _machine(plan.gpus)
+    lines = [f"plan of {plan.name}: {plan.workers}-{plan.ranks}" + (f" on {machine}" if machine else ""), ""]
+    lines += _memory_lines(plan)
+    lines += ["", *_ring_lines(plan), "", *_speed_lines(plan)]
+    return lines
+
+
+def _machine(gpus: Sequence[Gpu]) -> str:
+    if not gpus:
+        return ""
+    return f"{len(gpus)} x {gpus[0].name}, {size_text(min(gpu.memory for gpu in gpus))} each"
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    lines = []
+    for who, parts in (("a rank's", plan.rank), ("a worker's", plan.worker)):
+        lines.append(f"{who} device {size_text(parts.total):>9}")
+        lines += [f"  {name:<31} {size_text(size):>9}" for name, size in parts.parts.items() if size]
+    if plan.memory is not None:
+        both = "both on one GPU" if plan.shared else "the fuller of the two"
+        verdict = "fits" if plan.needed <= USABLE * plan.memory else "DOES NOT FIT"
+        lines.append(f"{both}: {size_text(plan.needed)} of {size_text(plan.memory)}: {verdict}")
+    lines.append(f"trainer.micro_tokens = {plan.micro_tokens:,}: up to {plan.slots:,} draft positions at a time")
+    if plan.largest_micro is not None:
+        lines.append(
+            f"largest that fits: {plan.largest_micro:,}"
+            if plan.largest_micro
+            else "no micro_tokens fits: lower data.max_length, objective.max_anchors or drafter.layers"
+        )
+    return lines
+
+
+def _ring_lines(plan: Plan) -> list[str]:
+    need = f"rings: {plan.workers} x {size_text(plan.ring)} = {size_text(plan.rings)} in {plan.ring_folder}"
+    there = f", {size_text(plan.ring_there)} are there" if plan.ring_there else ""
+    if plan.rings <= plan.ring_free + plan.ring_there:
+        return [f"{need}: fits ({size_text(plan.ring_free)} free{there})"]
+    todo = "lower stream.slots or stream.token_budget, or enlarge /dev/shm (--shm-size in a container)"
+    return [f"{need}: DOES NOT FIT ({size_text(plan.ring_free)} free{there}): {todo}"]
+
+
+def _speed_lines(plan: Plan) -> list[str]:
+    if plan.speed is None:
+        return [f"speed: {plan.why_no_speed}"]
+    rates, unit = plan.speed.rates, plan.speed.unit
+    lines = [
+        f"speed: one worker {rates.target:.3g} {unit}, one rank {rates.drafter:.3g} {unit} ({plan.speed.source})",
+        f"{'split':>7} {unit:>10}  targets idle  drafters idle",
+    ]
+    for split in plan.splits[:8]:
+        mark = "  <- this run" if (split.workers, split.ranks) == (plan.workers, plan.ranks) else ""
+        idle = f"{split.idle_targets:>12.0%}  {split.idle_drafters:>13.0%}"
+        lines.append(f"{split!s:>7} {split.rate:>10.3g}  {idle}{mark}")
+    return [*lines, *_better(plan)]
+
+
+def _better(plan: Plan) -> list[str]:
+    if not plan.splits:
+        return []
+    best, present = plan.splits[0], plan.present
+    used = plan.workers + plan.ranks
+    if present is None or used != plan.count or present.rate >= best.rate:
+        return [f"best split of {plan.count} GPUs: {best}"]
+    gain = f"{best.rate / present.rate - 1:+.0%}".replace("%", " %")
+    return [f"best split of {plan.count} GPUs: {best}, {gain} over {present}"]

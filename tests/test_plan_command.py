@@ -1,0 +1,320 @@
+"""`paceline plan`: bytes against what was measured and what is really made, and splits against the arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from drafting import CONFIG, HIDDEN, INFO, make_drafter, make_head, make_rows, make_run
+from paceline.common import paths, planner
+from paceline.common.cli import main
+from paceline.common.errors import UsageError
+from paceline.common.fingerprint import Fingerprint
+from paceline.common.footprint import (
+    CONTEXT,
+    Shape,
+    activation_bytes,
+    largest_micro_batch,
+    rank_parts,
+    ring_bytes,
+    slots_of,
+    target_weights,
+)
+from paceline.common.forecast import Rates, advice, forecast, live_rates, splits
+from paceline.common.planner import Gpu, make_plan, plan_json, plan_lines
+from paceline.common.record import max_rows, slot_bytes
+from paceline.common.ring import Ring
+from paceline.common.telemetry import bottleneck, write_status
+from paceline.consumer.learner import DFlashLearner
+from safetensors.torch import save_file
+
+GIB = 2**30
+QWEN3_8B = Shape(4096, 12288, 5, 4096, 1024, 5, 151936, 16, tied=False)
+SMOLLM2 = Shape(576, 1536, 5, 576, 192, 5, 49152, 16, tied=True)
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
+    monkeypatch.setattr(planner, "list_gpus", list)
+
+
+# Which split ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_of_a_quarter_of_the_drafters_speed_takes_three_of_four():
+    best, *others = splits(Rates(0.08, 0.33), 4)
+    assert (str(best), best.bound) == ("3-1", "targets")
+    assert best.rate == pytest.approx(0.24)
+    assert [str(split) for split in others] == ["2-2", "1-3"]
+
+
+def test_eight_gpus_with_drafters_as_the_bottleneck():
+    ranked = [str(split) for split in splits(Rates(4.5, 6.5), 8)]
+    assert [name for name in ranked if name in ("6-2", "5-3", "4-4")] == ["5-3", "4-4", "6-2"]
+    assert ranked[0] == "5-3"
+    found = forecast(Rates(4.5, 6.5), 6, 2)
+    assert (found.rate, found.bound) == (13.0, "drafters")
+    assert found.idle_targets == pytest.approx(1 - 13 / 27) and found.idle_drafters == 0
+
+
+def test_one_gpu_is_shared():
+    (only,) = splits(Rates(30.0, 15.0), 1)
+    assert only.shared and only.rate == pytest.approx(10.0) and only.bound == "both"
+
+
+@pytest.mark.parametrize("gpus", range(2, 9))
+def test_no_split_is_faster_than_the_first(gpus):
+    rates = Rates(1.7, 2.9)
+    found = splits(rates, gpus)
+    assert len(found) == gpus - 1
+    assert found[0].rate == max(forecast(rates, n, gpus - n).rate for n in range(1, gpus))
+
+
+def status(**values):
+    base = {"target_bps": 0.16, "drafter_bps": 0.16, "worker_wait": 0.0, "wait_data": 0.76, "workers": 2, "ranks": 2}
+    return {**base, **values}
+
+
+def test_live_rates_take_the_waiting_out():
+    """The lines of a real run: 2-2, targets at 0.08 batch/s each, drafters busy 24 % of their time."""
+    rates = live_rates(status())
+    assert rates is not None
+    assert rates.target == pytest.approx(0.08) and rates.drafter == pytest.approx(0.16 / 0.24 / 2)
+    assert advice(rates, 2, 2) == "move one GPU from drafters to targets: +50 %"
+    said = bottleneck(status())
+    assert "targets are the bottleneck" in said and "move one GPU from drafters to targets: +50 %" in said
+
+
+def test_live_advice_the_other_way():
+    said = bottleneck(status(target_bps=13.0, drafter_bps=13.0, worker_wait=0.52, wait_data=0.0, workers=6))
+    assert "drafters are the bottleneck" in said
+    assert "move one GPU from targets to drafters: +50 %" in said
+
+
+@pytest.mark.parametrize(
+    "values", [{"workers": 1, "ranks": 1}, {"wait_data": 0.99}, {"target_bps": 0.0}, {"worker_wait": None}]
+)
+def test_no_move_where_none_can_be_told(values):
+    said = bottleneck(status(**values))
+    assert "move" not in said and "add workers" in said
+
+
+def test_a_move_that_gains_nothing_is_not_proposed():
+    assert advice(Rates(1.0, 1.0), 2, 2) == ""
+    assert advice(Rates(1.0, 1.0), 1, 1) == ""
+
+
+def test_without_a_worker_nobody_is_the_bottleneck():
+    assert bottleneck(status(workers=0)).startswith("no worker is up")
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_measured_on_an_h200():
+    """Peaks that docs/performance.md gives, without CUDA's context: one row of 3,072 tokens with 512 anchors a
+    micro-batch at Qwen3-8B's size, 26.8 GiB."""
+    run = make_run(
+        data={"rows": "rows", "max_length": 3072},
+        stream={"token_budget": 16384},
+        trainer={"micro_tokens": 3072, "dtype": "bfloat16"},
+        drafter={"layers": 5, "block_size": 16},
+        objective={"anchors_per_token": 0.25, "max_anchors": 512},
+    )
+    assert slots_of(run, 3072) == 8192
+    assert rank_parts(run, QWEN3_8B, 3072).total - CONTEXT == pytest.approx(26.8 * GIB, rel=0.1)
+
+
+def test_the_weights_are_those_of_the_drafter():
+    drafter = make_drafter(CONFIG)
+    shape = Shape.of(make_run(drafter={"intermediate_size": CONFIG.intermediate_size}), INFO, 2)
+    matrices = sum(p.numel() for p in drafter.parameters() if p.ndim == 2)
+    assert shape.weights == matrices
+
+
+def test_activations_are_what_autograd_keeps():
+    """Tensors saved for backward by a real forward of the draft layers, each storage once and without the dense mask.
+
+    The count is of the compiled form, which GPUs run; the plain one fuses nothing and keeps up to three quarters more.
+    """
+    run = make_run(
+        trainer={"micro_tokens": 400},
+        data={"rows": "rows", "max_length": 400},
+        stream={"token_budget": 400},
+        drafter={"layers": 2, "block_size": 4},
+        objective={"anchors_per_token": 0.9},
+    )
+    learner = DFlashLearner(run, make_drafter(CONFIG), make_head(3), device="cpu", dtype=torch.float32)
+    rows = make_rows(400, prompt=0)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and tensor.shape[-1] < packed.slots:  # the dense mask is wider
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = {p.untyped_storage().data_ptr() for p in learner.drafter.parameters()}
+    micro = learner._micro_batches(rows.meta([1]), 0)[0]
+    packed = learner._pack(micro, micro.anchors)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        context = learner.drafter.project_context(rows.features, learner._context_positions(micro, 400))
+        hidden, _ = learner._hidden(packed, context)
+    assert hidden.requires_grad
+    found = sum(size for at, size in kept.items() if at not in own)
+    shape = Shape(HIDDEN, 64, 2, 64, 32, 2, 61, 4, tied=False)
+    assert 1 <= found / (4 * activation_bytes(shape, packed.slots, 400)) <= 1.75
+
+
+def test_the_largest_micro_batch_is_the_largest():
+    run = make_run(
+        data={"rows": "rows", "max_length": 1024},
+        stream={"token_budget": 16384},
+        trainer={"micro_tokens": 8192, "dtype": "bfloat16"},
+        drafter={"layers": 5, "block_size": 16},
+        objective={"anchors_per_token": 0.25},
+    )
+    memory = 40 * GIB
+    found = largest_micro_batch(run, QWEN3_8B, memory)
+    assert 1024 <= found < 16384
+    assert rank_parts(run, QWEN3_8B, found).total <= memory < rank_parts(run, QWEN3_8B, found + 256).total
+    assert largest_micro_batch(run, QWEN3_8B, 20 * GIB) == 0
+    assert largest_micro_batch(run, SMOLLM2, memory) == 16384
+
+
+def test_soft_labels_take_a_second_chunk():
+    plain = make_run(drafter={"layers": 5, "block_size": 16})
+    soft = make_run(
+        drafter={"layers": 5, "block_size": 16}, target={"path": "x", "last_hidden": True}, objective={"kl": 1.0}
+    )
+    chunks = [rank_parts(run, SMOLLM2, 64).parts["logits chunk"] for run in (plain, soft)]
+    assert chunks[1] == 2 * chunks[0] > 0
+
+
+def test_ring_bytes_are_those_of_the_file(tmp_path):
+    run = make_run(stream={"token_budget": 256, "slots": 3})
+    size = slot_bytes(256, max_rows(256), 2, HIDDEN, "bfloat16")
+    path = tmp_path / "t/w0.ring"
+    with_ring = Ring.open(path, worker="w0", fingerprint=Fingerprint({"seed": 0}), slots=3, slot_bytes=size)
+    assert ring_bytes(run, 2, HIDDEN) == path.stat().st_size
+    with_ring.close()
+
+
+def test_the_targets_weights_are_read_from_the_headers(tmp_path):
+    from dataclasses import replace
+
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(10, 4),
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(8, 4),
+        "model.layers.2.mlp.up_proj.weight": torch.zeros(8, 4),
+        "lm_head.weight": torch.zeros(10, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    info = replace(INFO, path=str(tmp_path))
+    assert target_weights(info, 1) == 40 + 32
+    assert target_weights(info, 2) == 40 + 64
+    dense = target_weights(replace(INFO, path=str(tmp_path / "none")), 0)
+    assert dense == 61 * 48 + 48 * (2 * 64 + 2 * 32 + 3 * 64)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def planned(run=None, **options):
+    run = run or make_run(workers={"count": 2}, trainer={"ranks": 2})
+    return make_plan(run, INFO, [1, 3], **options)
+
+
+def test_the_table_marks_the_runs_own_split():
+    text = "\n".join(plan_lines(planned(gpus=4, memory=40.0, target_rate="0.08b", drafter_rate="0.33b")))
+    assert "best split of 4 GPUs: 3-1, +50 % over 2-2" in text
+    (own,) = [line for line in text.splitlines() if "<- this run" in line]
+    assert own.split()[:2] == ["2-2", "0.16"]
+    assert "batches/s (as given)" in text and "4 x GPU, 40 GiB each" in text
+
+
+def test_what_does_not_fit_is_said_and_fails():
+    made = planned(gpus=4, memory=0.5)
+    assert not made.fits
+    assert "DOES NOT FIT" in "\n".join(plan_lines(made))
+    assert planned(gpus=4, memory=40.0).fits
+
+
+def test_rings_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(planner, "free_bytes", lambda _: 1000)
+    made = planned()
+    assert not made.fits
+    assert any("DOES NOT FIT (1000 B free): lower stream.slots" in line for line in plan_lines(made))
+
+
+def test_both_sides_on_one_gpu_share_its_memory():
+    made = planned(make_run(), gpus=1, memory=40.0)
+    assert made.shared and made.needed == made.rank.total + made.worker.total
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ({"target_rate": "4.5"}, "give both"),
+        ({"target_rate": "4.5", "drafter_rate": "0.3b"}, "one unit"),
+        ({"target_rate": "fast", "drafter_rate": "3"}, "rates are numbers"),
+        ({"target_rate": "0", "drafter_rate": "3"}, "above 0"),
+    ],
+)
+def test_rates_that_cannot_be(rates, said):
+    with pytest.raises(UsageError, match=said):
+        planned(**rates)
+
+
+def test_a_trainers_own_rates_are_used(tmp_path):
+    run = make_run(workers={"count": 2}, trainer={"ranks": 2})
+    assert planned(run).speed is None
+    path = paths.status_path(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_status(path, status(step=40))
+    speed = planned(run, gpus=4).speed
+    assert speed is not None and speed.rates.target == pytest.approx(0.08)
+    assert speed.source == "measured by this run's trainer up to step 40"
+
+
+def test_an_estimate_says_so_and_is_not_made_for_small_targets(monkeypatch):
+    from dataclasses import replace
+
+    monkeypatch.setattr(planner, "list_gpus", lambda: [Gpu("NVIDIA H200", 140 * GIB)] * 4)
+    assert "too small for an estimate" in planned().why_no_speed
+    info = replace(
+        INFO, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
+        num_layers=36, vocab_size=151936,
+    )  # fmt: skip
+    run = make_run(
+        drafter={"layers": 5, "block_size": 16},
+        data={"rows": "rows", "max_length": 3072},
+        stream={"token_budget": 16384},
+        trainer={"dtype": "bfloat16"},
+        objective={"anchors_per_token": 0.25},
+    )
+    made = make_plan(run, info, [1, 9, 17, 25, 33], supervised=0.667)
+    assert made.speed is not None and made.speed.source == "estimated for NVIDIA H200 from the shapes"
+    # docs/performance.md: 31.1 Ktok/s by 36 layers, 21.4 to 22.2 Ktok/s with 512 anchors a row of 3,072
+    assert made.speed.rates.target == pytest.approx(31.1, rel=0.1)
+    assert made.speed.rates.drafter == pytest.approx(21.8, rel=0.1)
+
+
+def test_the_command_on_a_run_file(tmp_path, capsys):
+    (tmp_path / "target").mkdir()
+    config = Path(__file__).parents[1] / "common/bench_configs/qwen3-8b.json"
+    (tmp_path / "target/config.json").write_text(config.read_text())
+    (tmp_path / "target/paceline.json").write_text(json.dumps({"identity": "random", "weights": "random"}))
+    (tmp_path / "run.toml").write_text(
+        f'name = "q"\noutput = "out"\n[target]\npath = "{tmp_path / "target"}"\n[data]\nrows = "rows"\n'
+        f'[stream]\ntoken_budget = 4096\nring_dir = "{tmp_path / "rings"}"\n[drafter]\nmask_token_id = 151669\n'
+    )
+    command = ["plan", str(tmp_path / "run.toml"), "--gpus", "4", "--gpu-memory", "141", "--json"]
+    assert main([*command, "--target-rate", "4.5", "--drafter-rate", "6.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["splits"][0]["split"] == "2-2"
+    assert found["rank"]["bytes"] == sum(found["rank"]["parts"].values())
+    assert plan_json(planned())["speed"] is None
+    assert main([*command[:-2], "1", "--json"]) == 1  # GiB
+    assert not json.loads(capsys.readouterr().out)["fits"]
