@@ -96,6 +96,13 @@ class StreamSettings(Section):
     slots: PositiveInt = Field(default=4, description="Slots in each worker's ring")
     prefetch: PositiveInt = Field(default=4, description="Tokenised batches each worker holds ready (q_pre)")
     ring_dir: str = Field(default="/dev/shm/paceline", description="Where the runs' ring folders are")
+    record_to: str | None = Field(
+        default=None,
+        description="Folder on a disk that keeps the states of every row, so that no row is computed twice",
+    )
+    record_limit: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="GiB that record_to may take; the disk keeps 1 GiB free in any case"
+    )
 
 
 class WorkerSettings(Section):
@@ -430,8 +437,8 @@ def _absolute(values: dict[str, Any], folder: Path) -> None:
             data["files"] = [place(file) for file in data["files"]]
         if "rows" in data:
             data["rows"] = place(data["rows"])
-    if isinstance(stream, dict) and "ring_dir" in stream:
-        stream["ring_dir"] = place(stream["ring_dir"])
+    if isinstance(stream, dict):
+        stream |= {name: place(stream[name]) for name in ("ring_dir", "record_to") if name in stream}
     if isinstance(target, dict) and isinstance(target.get("path"), str):
         path = target["path"]
         if path.startswith(("./", "../", "~")) or path.endswith(".gguf") or (folder / path).exists():

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import NamedTuple, Protocol
 
@@ -53,6 +54,7 @@ from ..common.wire import (
     decode,
     encode,
 )
+from .recording import recording_source
 
 log = logging.getLogger(__name__)
 
@@ -160,10 +162,17 @@ def _serve(run: RunFile, index: int, device: str | None, source: StateSource | N
         faults.point("worker.loading")
         if source is None:
             notify("STATUS=loading the target")
-            source = _target_source(run, info, layer_ids, device)
+            source = _make_source(run, info, layer_ids, device, rows, name)
         stack.callback(source.close)
         source.register(*ring.mapping())
         return Worker(run, name, rows, ring, source, spec, pending, stack, started).run()
+
+
+def _make_source(
+    run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str, rows: Rows, name: str
+) -> StateSource:
+    load = partial(_target_source, run, info, layer_ids, device)
+    return load() if run.stream.record_to is None else recording_source(run, info, layer_ids, rows, name, load)
 
 
 def _target_source(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> StateSource:
