@@ -685,28 +685,91 @@ def evaluate(
     return 0 if report.lossless else 1
 
 
-@cli.command(short_help="Write a checkpoint's drafter for engines to load.")
+@cli.command(short_help="Write a checkpoint's drafter for engines to load, and check it.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", metavar="[OUT]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--format",
     "format_name",
+    type=click.Choice(["zlab", "speculators"]),
     default="zlab",
     show_default=True,
-    help="zlab: loads in z-lab's dflash, in SGLang and in vLLM.",
+    help="zlab: loads in z-lab's dflash, in SGLang and in vLLM. speculators: in vLLM and in that library.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
     help="Of the tensors. Default: the run's trainer.dtype.",
 )
-def export(checkpoint: Path, out: Path, format_name: str, dtype: str | None) -> None:
-    """Write a checkpoint's drafter in a format that engines load."""
+@click.option("--target", metavar="NAME", help="What engines call the target. Default: the run's target.path.")
+@click.option(
+    "--eval",
+    "evaluations",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A report of `paceline eval --out` for the model card. Repeatable. Those in the run's output are found.",
+)
+@click.option("--check", is_flag=True, help="Reload the folder in the engine's own code and decode with it.")
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="JSONL of prompts for --check. Default: the demo's.",
+)
+@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Prompts for --check.")
+@click.option("--device", default="cpu", show_default=True, help="Where --check computes, in float32.")
+@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
+def export(checkpoint: Path, out: Path | None, format_name: str, dtype: str | None, check: bool, **options: Any) -> int:
+    """Write a checkpoint's drafter in a format that engines load.
+
+    CHECKPOINT is a checkpoint, or FOLDER/best or FOLDER/newest of a run's output folder: best has the highest tau_chain
+    on the held-out rows. With --check and no OUT it is a folder that was exported before. Exit code 1 if a check fails.
+    """
+    if check and out is not None:
+        from ..consumer.export_check import require_engine
+
+        require_engine(format_name)
+    folder = checkpoint
+    if out is not None:
+        folder, checkpoint = _export_to(checkpoint, out, format_name, dtype, options)
+    elif not check or not (checkpoint / "config.json").is_file():
+        raise UsageError("OUT is missing: the folder to write (or give an exported folder and --check)")
+    return _check_export(folder, checkpoint if out is not None else None, options) if check else 0
+
+
+def _export_to(
+    checkpoint: Path, out: Path, format_name: str, dtype: str | None, options: dict[str, Any]
+) -> tuple[Path, Path]:
     from ..consumer.export import export as export_drafter
 
-    made = export_drafter(checkpoint, out, format_name, dtype=dtype)
-    click.echo(f"{made.tensors} tensors, {made.bytes / 1e6:.1f} MB in {made.dtype}: {made.folder}")
-    click.echo(f"measure it with: paceline eval {made.folder} --target {made.target}")
+    made = export_drafter(
+        checkpoint, out, format_name, dtype=dtype, target=options["target"], evaluations=options["evaluations"]
+    )
+    click.echo(f"{made.tensors} tensors of step {made.step}, {made.bytes / 1e6:.1f} MB in {made.dtype}: {made.folder}")
+    if made.evaluations:
+        shown = "1 evaluation" if made.evaluations == 1 else f"{made.evaluations} evaluations"
+        click.echo(f"its README.md shows {shown} and how to serve it")
+    else:
+        click.echo(f"measure it with: paceline eval {made.folder} --target {made.target}")
+    return made.folder, made.checkpoint
+
+
+def _check_export(folder: Path, checkpoint: Path | None, options: dict[str, Any]) -> int:
+    from ..consumer.export_check import check_export
+    from .demo import DATA
+
+    report = check_export(
+        folder,
+        options["prompts"] or DATA / "prompts.jsonl",
+        checkpoint=checkpoint,
+        target=None if checkpoint is not None else options["target"],
+        limit=options["limit"],
+        device=options["device"],
+        trust_remote_code=options["trust_remote_code"],
+    )
+    click.echo("\n".join(report.lines()))
+    return 0 if report.passed else 1
 
 
 @cli.group(short_help="Measure this machine, in ratios.")

@@ -138,7 +138,9 @@ def _output(run: "RunFile") -> Iterator[Check]:
 
 
 def _mask_token(run: "RunFile") -> Iterator[Check]:
-    if run.drafter.mask_token_id is None:
+    from .runfile import INIT_KINDS
+
+    if run.drafter.mask_token_id is None and run.drafter.init_from in INIT_KINDS:  # else it is that drafter's
         yield Check(
             "mask token", "FAIL", "drafter.mask_token_id is not set", "name a token of the target that data never use"
         )

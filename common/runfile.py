@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, UsageError
@@ -26,6 +26,8 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+
+INIT_KINDS = ("random", "target")  # of drafter.init_from; any other is the drafter to start from
 
 NONE = "none"  # how a run file says that a setting with a default is off; TOML has no null
 
@@ -172,9 +174,18 @@ class DrafterSettings(Section):
     sliding_layers: list[NonNegativeInt] | None = Field(
         default=None, description="Draft layers that slide. Default with a window: all"
     )
-    init_from: Literal["random", "target"] = Field(
-        default="random", description="Draft layers start at random, or from target layers of equal shape"
+    init_from: str = Field(
+        default="random",
+        description='What the drafter starts from: "random"; "target", layers of equal shape of the target; or another '
+        "drafter: folder or hub id of one in z-lab's or speculators' format, or a checkpoint of another run",
     )
+
+    @field_validator("init_from")
+    @classmethod
+    def _known_start(cls, value: str) -> str:
+        if value not in INIT_KINDS and "/" not in value:
+            raise ValueError(f'drafter.init_from = "{value}": must be "random", "target", or a folder or hub id')
+        return value
 
     @model_validator(mode="after")
     def _sliding(self) -> "DrafterSettings":
@@ -431,7 +442,7 @@ def _absolute(values: dict[str, Any], folder: Path) -> None:
 
     if "output" in values:
         values["output"] = place(values["output"])
-    data, target, stream = (values.get(name) for name in ("data", "target", "stream"))
+    data, target, stream, drafter = (values.get(name) for name in ("data", "target", "stream", "drafter"))
     if isinstance(data, dict):
         if isinstance(data.get("files"), list):
             data["files"] = [place(file) for file in data["files"]]
@@ -443,6 +454,10 @@ def _absolute(values: dict[str, Any], folder: Path) -> None:
         path = target["path"]
         if path.startswith(("./", "../", "~")) or path.endswith(".gguf") or (folder / path).exists():
             target["path"] = place(path)
+    start = drafter.get("init_from") if isinstance(drafter, dict) else None
+    if isinstance(drafter, dict) and isinstance(start, str) and start not in INIT_KINDS:
+        named = start.startswith(("./", "../", "~")) or start.endswith(("/best", "/newest"))
+        drafter["init_from"] = place(start) if named or (folder / start).exists() else start
 
 
 # Errors

@@ -58,12 +58,13 @@ def target_folder(path: str) -> Path:
         return converted(local)
     if local.exists():
         raise ConfigError(f"target.path: {local} is neither a model folder nor a .gguf file")
-    return _hub_folder(path)
+    return hub_folder(path)
 
 
-def _hub_folder(name: str) -> Path:
+def hub_folder(name: str, prefix: str = "target.path: there is no folder") -> Path:
+    """The local folder of a hub id, downloaded once. ConfigError, beginning with `prefix`, where there is none."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"target.path: there is no folder {name}")
+        raise ConfigError(f"{prefix} {name}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -71,7 +72,7 @@ def _hub_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"target.path: no folder {name} here, and the hub did not give it: {reason}") from None
+        raise ConfigError(f"{prefix} {name} here, and the hub did not give it: {reason}") from None
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -35,6 +35,8 @@ from ..common.errors import PacelineError
 from ..common.faults import point
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+FOLDER = "checkpoints"  # of a run's output folder (`paths.checkpoint_dir`)
+BEST, NEWEST = "best", "newest"  # stand for a checkpoint where one is read
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _REMOVED, _REPLACED = ".new-", ".old-", ".was-"
@@ -102,6 +104,27 @@ def _original(path: Path) -> Path:
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself, or the checkpoint that `FOLDER/best` or `FOLDER/newest` stands for, where FOLDER is a run's output
+    folder or the folder of its checkpoints. best: see `best_of`.
+
+    Raises:
+        CheckpointError: there is none, or `path` is such a FOLDER and names none.
+    """
+    if path.exists() or path.name not in (BEST, NEWEST):
+        if not (path / STATE).is_file() and (path.name == FOLDER or (path / FOLDER).is_dir()):
+            raise CheckpointError(f"{path} holds checkpoints: name one of them, or {path / BEST} or {path / NEWEST}")
+        return path
+    root = path.parent / FOLDER if (path.parent / FOLDER).is_dir() else path.parent
+    complete = [found for found in folders(root) if damage(found, read=False) is None]
+    if not complete:
+        raise CheckpointError(f"{path}: there is no complete checkpoint in {root}")
+    found = complete[0] if path.name == NEWEST else best_of(complete)
+    if found is None:
+        raise CheckpointError(f"{path}: no checkpoint in {root} was evaluated (evaluation.every_steps, at_end)")
+    return found
 
 
 def newest_complete(root: Path) -> tuple[Path | None, tuple[Skipped, ...]]:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
 from ..common.runfile import RunFile
 from ..common.target import compute_dtype, load_causal_lm
-from ..common.target_info import TargetInfo, target_info
+from ..common.target_info import target_info
 from .checkpoint import load_state
 from .decode import Replay
-from .drafter import Drafter, DrafterConfig, init_drafter, read_target_tensors
+from .drafter import Drafter
 from .evaluate import EvalReport, evaluate_models, prompt_ids, read_prompts, stop_tokens
 from .export import load_drafter
 from .plots import draw_evaluation
+from .start import first_drafter
 
 SLOTS = 3  # of the block shown in the table
 
@@ -70,7 +70,8 @@ def compare(
     tokenizer = AutoTokenizer.from_pretrained(info.path)
     ids = prompt_ids(tokenizer, read_prompts(prompts))
     trained = load_drafter(drafter, dtype=model.dtype, device=device)
-    first = first_drafter(run, info, trained.config).to(device=device, dtype=model.dtype)
+    first = first_drafter(run, info, trained.config.target_layer_ids)
+    first = first.to(device=device, dtype=model.dtype).eval().requires_grad_(False)
     replays: dict[tuple[int, ...], Replay] = {}
 
     def report(which: str, weights: Drafter) -> EvalReport:
@@ -93,11 +94,3 @@ def compare(
 
 def _tell(progress: Callable[[str, int, int], None], which: str, count: int, done: int) -> None:
     progress(which, done, count)
-
-
-def first_drafter(run: RunFile, info: TargetInfo, config: DrafterConfig) -> Drafter:
-    """The drafter as the run's trainer started it."""
-    tensors = read_target_tensors(info, config) if run.drafter.init_from == "target" else None
-    with torch.no_grad():
-        drafter = init_drafter(config, seed=run.trainer.seed, init_from=run.drafter.init_from, target_tensors=tensors)
-    return drafter.eval().requires_grad_(False)

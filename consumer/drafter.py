@@ -119,7 +119,10 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DrafterConfig":
-        """Reads z-lab's config.json (transformers 4 or 5 RoPE keys). ConfigError names a missing or wrong key."""
+        """Reads z-lab's config.json (transformers 4 or 5 RoPE keys). ConfigError names a missing or wrong key.
+
+        For a folder use `formats.read_config`, which also refuses what this would drop.
+        """
         nested: Mapping[str, Any] = values.get("dflash_config") or {}
         flat = {**values, **nested}
         rope = dict(values.get("rope_parameters") or {})
@@ -136,18 +139,6 @@ class DrafterConfig:
             return cls(**taken, rope_theta=float(theta), rope_scaling=dict(scaling) if scaling else None)
         except TypeError as error:
             raise ConfigError(f"drafter config: {str(error).replace('DrafterConfig.__init__() ', '')}") from error
-
-    @classmethod
-    def load(cls, folder: Path) -> "DrafterConfig":
-        """Reads `config.json` of a drafter's folder. ConfigError when it is missing or no drafter's."""
-        path = folder / "config.json"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: no readable drafter config ({error})") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: not a JSON object")
-        return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
         """z-lab's config.json, JSON types only.

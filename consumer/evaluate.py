@@ -28,7 +28,8 @@ from ..common.target import compute_dtype, load_causal_lm
 from ..common.target_info import TargetInfo, target_info
 from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, narrow_linears, replay, speculate
 from .drafter import DrafterConfig
-from .export import drafter_target, load_drafter
+from .export import drafter_source, load_drafter
+from .shortfall import decoding_shortfall
 
 NEAR_TIE_ULPS = 8
 """A differing token is a near-tie if its logit is within so many units in the last place (of the model's dtype, at the
@@ -80,6 +81,8 @@ class EvalReport:
     differences: list[Difference] | None  # None: sampled, nothing to compare
     median_lead: float  # median logit gap between the target's best and second token, for scale
     versions: dict[str, str] = field(default_factory=dict)
+    prompts: str = ""  # name of their file
+    source: dict[str, Any] = field(default_factory=dict)  # run, run id, step and metrics of the drafter's checkpoint
 
     @property
     def steps(self) -> int:
@@ -131,8 +134,16 @@ class EvalReport:
     def _decoded(self) -> int:
         return self.new_tokens - len(self.requests)  # the first token of each comes from the prefill
 
+    @property
+    def warning(self) -> str | None:
+        """Said when the held-out rows promised much more than was accepted here, in blocks of the trained size."""
+        if self.source.get("block_size", self.block_size) != self.block_size:
+            return None
+        return decoding_shortfall(self.source, self.pooled)
+
     def to_json(self) -> dict[str, Any]:
         derived = {
+            "warning": self.warning,
             "acceptance_length": {
                 "counts": "bonus token included",
                 "pooled": self.pooled,
@@ -165,8 +176,10 @@ class EvalReport:
             f"({self.plain_tokens_per_s:.1f}) on {self.device} in {self.dtype}",
         ]
         if self.differences is None:
-            return [*found, f"sampled at temperature {self.sampling['temperature']}: no token comparison"]
-        return [*found, self._differences_line()]
+            found.append(f"sampled at temperature {self.sampling['temperature']}: no token comparison")
+        else:
+            found.append(self._differences_line())
+        return found if self.warning is None else [*found, f"WARNING: {self.warning}"]
 
     def _differences_line(self) -> str:
         differences = self.differences or []
@@ -213,17 +226,18 @@ def evaluate(
     was trained for. device: default cuda if there is one; a CPU without fast
     bfloat16 computes in float32. progress(done, all) after each prompt.
     """
-    target = target or drafter_target(drafter)
+    source = drafter_source(drafter)
+    target = target or source.get("target")
     if target is None:
         raise UsageError(f"{drafter} does not say which target it is for: give --target")
     messages = read_prompts(prompts, limit)
     info = target_info(target)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_causal_lm(info.path, compute_dtype(dtype, device), device, trust_remote_code)
-    loaded = load_drafter(drafter, dtype=model.dtype, device=device)
+    loaded = load_drafter(drafter, dtype=model.dtype, device=device, num_target_layers=info.num_layers)
     check_fits(loaded.config, info)
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
-    return evaluate_models(
+    report = evaluate_models(
         loaded,
         model,
         prompt_ids(tokenizer, messages),
@@ -235,6 +249,8 @@ def evaluate(
         decode=lambda ids: str(tokenizer.decode(ids)),
         progress=(lambda done: progress(done, len(messages))) if progress else None,
     )
+    report.prompts, report.source = prompts.name, source
+    return report
 
 
 def check_fits(config: DrafterConfig, info: TargetInfo) -> None:

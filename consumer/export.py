@@ -1,33 +1,32 @@
 """Drafters in the formats that engines load, and their way back in.
 
-`export()` turns a checkpoint's float32 masters into a folder of z-lab's format: one safetensors file in the config's
-dtype, without prefix, embedding or head, and a config.json. z-lab's `dflash`, SGLang and vLLM load it by name. The
-format's tables are in docs/checkpoints.md; the config keys are `DrafterConfig.to_dict`.
-
-`load_drafter()` reads a checkpoint or such a folder. Both are strict: a missing, extra or misshapen tensor is an error
-that names it.
+`export()` turns a checkpoint's float32 masters into a folder of one of the `FORMATS`: one safetensors file in the
+config's dtype without prefix, embedding or head, a config.json and a model card. `load_drafter()` reads a checkpoint
+or such a folder. Both are strict: a missing, extra or misshapen tensor is an error that names it. What the formats
+say is formats.py's business; whether engines compute the same from them, export_check.py's.
 """
 
 import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common import __version__
 from ..common.errors import ConfigError, UsageError
-from .checkpoint import MODEL, STATE, CheckpointState, damage, load_state
+from ..common.target_info import target_info
+from .card import CARD, find_evaluations, model_card
+from .checkpoint import MODEL, STATE, CheckpointState, damage, find_checkpoint, load_state
 from .drafter import Drafter, DrafterConfig
+from .formats import CONFIG, FORMATS, Verifier, config_values, is_speculators, read_config, read_tensors
 
-FORMATS = ("zlab",)
-CONFIG = "config.json"
 SOURCE = "paceline.json"  # what a folder exported here says of its checkpoint
 
 
@@ -36,53 +35,97 @@ class Exported:
     """What `export` wrote."""
 
     folder: Path
+    checkpoint: Path
     format: str
     dtype: str
     tensors: int
     bytes: int
     target: str  # the run file's target.path
+    step: int
+    evaluations: int  # real decodings that the model card shows
 
 
-def export(checkpoint: Path, out: Path, format: str = "zlab", *, dtype: str | None = None) -> Exported:
-    """Writes the drafter of `checkpoint` to the new folder `out`.
+def export(
+    checkpoint: Path,
+    out: Path,
+    format: str = "zlab",
+    *,
+    dtype: str | None = None,
+    target: str | None = None,
+    evaluations: Sequence[Path] = (),
+) -> Exported:
+    """Writes the drafter of `checkpoint` (or of what `find_checkpoint` takes it for) to the new folder `out`.
 
-    `dtype` (default: the run's trainer.dtype) is that of the tensors and of the config, which must agree. ConfigError
-    where the checkpoint is damaged or `out` exists; nothing half-made is left under `out`.
+    dtype: of the tensors and of the config, which must agree; default: the run's trainer.dtype. target: what engines
+    call the target, in the model card and in a speculators config; default: the run's target.path. evaluations:
+    reports of `paceline eval --out` for the model card, beside those found in the run's output folder.
+
+    Raises:
+        ConfigError, CheckpointError: the checkpoint is damaged, `out` exists, the target's config cannot be read (for
+            speculators) or an evaluation is of another checkpoint; nothing half-made is left under `out`.
     """
     if format not in FORMATS:
         raise UsageError(f"unknown export format {format!r}; there is {', '.join(FORMATS)}")
     if out.exists():
         raise ConfigError(f"{out} exists; give a folder that does not")
+    checkpoint = find_checkpoint(checkpoint)
     state = _whole_state(checkpoint)
     config = DrafterConfig.from_dict(state.drafter)
     config = dataclasses.replace(config, dtype=dtype or config.dtype)
-    masters = _tensors(checkpoint / MODEL, config)
+    trained_on = state.run["target"]["path"]
+    name = target or trained_on
+    verifier = Verifier(name, _architectures(trained_on, name)) if format == "speculators" else None
+    values = config_values(format, config, verifier)
+    reports = find_evaluations(checkpoint, state, evaluations)
+    masters = read_tensors(checkpoint, config)
     wanted = torch_dtype(config.dtype)
-    tensors = {name: tensor.to(wanted).contiguous() for name, tensor in masters.items()}
-    target = state.run["target"]["path"]
-    source = {
+    tensors = {tensor: masters[tensor].to(wanted).contiguous() for tensor in masters}
+    card = model_card(state, config, format, target=name, evaluations=reports)
+    write_drafter(out, values, tensors, source_of(state), card=card)
+    size = (out / MODEL).stat().st_size
+    return Exported(
+        out, checkpoint, format, config.dtype, len(tensors), size, trained_on, state.step, evaluations=len(reports)
+    )
+
+
+def _architectures(trained_on: str, name: str) -> tuple[str, ...]:
+    try:
+        return target_info(trained_on).architectures
+    except ConfigError as error:
+        if name == trained_on:
+            raise ConfigError(f"a speculators config names the target's architectures: {error}") from error
+        return target_info(name).architectures
+
+
+def source_of(state: CheckpointState) -> dict[str, Any]:
+    """paceline.json of an export: where it comes from."""
+    return {
         "paceline": __version__,
         "run": state.name,
         "run_id": state.run_id,
         "step": state.step,
-        "target": target,
+        "evaluated": state.evaluated,
+        "target": state.run["target"]["path"],
+        "block_size": state.drafter.get("block_size"),
         "metrics": state.metrics,
     }
-    write_zlab(out, config, tensors, source)
-    return Exported(out, format, config.dtype, len(tensors), (out / MODEL).stat().st_size, target)
 
 
-def write_zlab(out: Path, config: DrafterConfig, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
-    """Makes the folder `out` under a temporary name, reads it back and renames it."""
+def write_drafter(
+    out: Path, config: dict[str, Any], tensors: dict[str, Tensor], source: dict[str, Any], *, card: str = ""
+) -> None:
+    """Makes the folder `out` under a temporary name, reads it back and renames it. config: `config_values`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     made = out.with_name(f".{out.name}.new-{os.getpid()}")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
     try:
         save_file(tensors, made / MODEL, metadata={"format": "pt"})
-        for name, values in ((CONFIG, config.to_dict()), (SOURCE, source)):
+        for name, values in ((CONFIG, config), (SOURCE, source)):
             (made / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        _tensors(made / MODEL, DrafterConfig.load(made))
+        if card:
+            (made / CARD).write_text(card, encoding="utf-8")
+        read_tensors(made, read_config(made))
         made.rename(out)
     except OSError as error:
         raise ConfigError(f"{out}: cannot write it: {error.strerror}") from error
@@ -90,18 +133,27 @@ def write_zlab(out: Path, config: DrafterConfig, tensors: dict[str, Tensor], sou
         shutil.rmtree(made, ignore_errors=True)
 
 
-def load_drafter(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Drafter:
-    """The drafter of a checkpoint folder or of a z-lab folder, ready to draft. ConfigError names every missing,
-    unexpected or misshapen tensor."""
+def load_drafter(
+    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", num_target_layers: int | None = None
+) -> Drafter:
+    """The drafter of a checkpoint folder or of an exported one, ready to draft. ConfigError names every missing,
+    unexpected or misshapen tensor. num_target_layers: see `read_config`."""
+    config, tensors = read_drafter(path, num_target_layers)
+    drafter = Drafter(config)
+    drafter.load_state_dict(tensors)
+    return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def read_drafter(path: Path, num_target_layers: int | None = None) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """Config and tensors, as they are stored, of a checkpoint folder or of an exported one of either format."""
+    path = find_checkpoint(path)
     if (path / STATE).is_file():
         config = DrafterConfig.from_dict(_whole_state(path).drafter)
-    elif (path / CONFIG).is_file():
-        config = DrafterConfig.load(path)
-    else:
+        return config, read_tensors(path, config)
+    if not (path / CONFIG).is_file():
         raise ConfigError(f"{path}: neither a checkpoint (no {STATE}) nor an exported drafter (no {CONFIG})")
-    drafter = Drafter(config)
-    drafter.load_state_dict(_tensors(path / MODEL, config))
-    return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    config = read_config(path, num_target_layers)
+    return config, read_tensors(path, config, verifiers=is_speculators(path))
 
 
 def _whole_state(checkpoint: Path) -> CheckpointState:
@@ -113,34 +165,23 @@ def _whole_state(checkpoint: Path) -> CheckpointState:
     return load_state(checkpoint)
 
 
-def _tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:
-    """The file's tensors, once their names and shapes are exactly the config's."""
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: unreadable drafter weights: {error}") from error
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in Drafter(config).state_dict().items()}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    wrong = [f"{name} is missing" for name in expected.keys() - shapes.keys()]
-    wrong += [f"{name} is unexpected" for name in shapes.keys() - expected.keys()]
-    wrong += [
-        f"{name} has shape {list(shapes[name])}, not {list(expected[name])}"
-        for name in expected.keys() & shapes.keys()
-        if shapes[name] != expected[name]
-    ]
-    if wrong:
-        raise ConfigError(f"{path} does not fit its config: {'; '.join(sorted(wrong))}")
-    return tensors
+def drafter_source(path: Path) -> dict[str, Any]:
+    """What a checkpoint or a folder exported here says of its run, step, target and metrics; of a speculators folder of
+    others the target alone, and of any other nothing."""
+    path = find_checkpoint(path)
+    if (path / STATE).is_file():
+        return source_of(load_state(path))
+    if (path / SOURCE).is_file():
+        return json.loads((path / SOURCE).read_text(encoding="utf-8"))
+    if is_speculators(path):
+        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        return {"target": values.get("speculators_config", {}).get("verifier", {}).get("name_or_path")}
+    return {}
 
 
 def drafter_target(path: Path) -> str | None:
     """The target that a checkpoint or an export names, if it does."""
-    if (path / STATE).is_file():
-        return load_state(path).run["target"]["path"]
-    if (path / SOURCE).is_file():
-        return json.loads((path / SOURCE).read_text(encoding="utf-8")).get("target")
-    return None
+    return drafter_source(path).get("target")
 
 
 def torch_dtype(name: str) -> torch.dtype:

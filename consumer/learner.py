@@ -36,11 +36,8 @@ from .drafter import (
     Attend,
     ContextKV,
     Drafter,
-    DrafterConfig,
     check_mask_token,
-    init_drafter,
     pad_token_id,
-    read_target_tensors,
 )
 from .losses import (
     SCALARS,
@@ -63,6 +60,7 @@ from .objective import (
     whole_blocks,
 )
 from .optim import MasterWeights, build_optimizer, copy_strictly
+from .start import first_drafter
 from .transfer import StateReader, view_states
 
 log = logging.getLogger(__name__)
@@ -437,21 +435,20 @@ def build_learner(
     *,
     device: torch.device | str,
     used_token: Callable[[int], bool] | None = None,
+    resumed: Path | None = None,
 ) -> DFlashLearner:
     """The learner of a run file, with its first weights: the same on every rank, whatever their number.
 
-    used_token: whether the prepared rows contain a token (`Rows.used_token`). Raises ConfigError for a mask token,
-    shape or target that does not fit.
+    used_token: whether the prepared rows contain a token (`Rows.used_token`). resumed: the checkpoint that will be
+    restored. Raises ConfigError for a mask token, shape, target or drafter to start from that does not fit.
     """
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # page-locking and compiled kernels use the current device
-    config = DrafterConfig.from_target(info, run, layer_ids)
-    check_mask_token(config.mask_token_id, info, pad_token_id=pad_token_id(Path(info.path)), used_token=used_token)
     dtype = drafter_dtype(run.trainer.dtype, device)
-    start = run.drafter.init_from
-    tensors = read_target_tensors(info, config) if start == "target" else None
-    drafter = init_drafter(config, seed=run.trainer.seed, init_from=start, target_tensors=tensors)
+    drafter = first_drafter(run, info, layer_ids, resumed)
+    mask = drafter.config.mask_token_id
+    check_mask_token(mask, info, pad_token_id=pad_token_id(Path(info.path)), used_token=used_token)
     trusted = run.target.trust_remote_code
     head = FrozenHead.load(info.path, dtype=dtype, device=device, trust_remote_code=trusted)
     return DFlashLearner(run, drafter, head, device=device, dtype=dtype)

@@ -64,7 +64,10 @@ class DFlash:
         self._locked: set[int] = set()  # addresses of page-locked rings
         self._torch, self._lr_at, self._summary, self._transfer = torch, optim.lr_at, losses.Summary.of, transfer
         info = target_info(run.target.path, run.target.trust_remote_code)
-        self._learner = learner.build_learner(run, info, job.layer_ids, device=self._device, used_token=rows.used_token)
+        resumed = None if job.checkpoint is None else Path(job.checkpoint)
+        self._learner = learner.build_learner(
+            run, info, job.layer_ids, device=self._device, used_token=rows.used_token, resumed=resumed
+        )
         if self._device.type == "cuda":
             self._learner.rehearse()
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record

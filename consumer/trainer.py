@@ -48,6 +48,7 @@ from .job import RankJob
 from .ledger import Ledger
 from .progress import Progress
 from .ranks import RANK_COMMAND, Rank, RankSet
+from .shortfall import held_out_shortfall
 from .stop import StopFlag, StopRequested
 from .training import FIRST_PHASE
 
@@ -372,6 +373,8 @@ class Trainer:
     def _say_evaluation(self, number: int, values: dict[str, Any]) -> None:
         figures = " ".join(f"{key}={values[key]:.3f}" for key in ("loss", "acc", "tau", "tau_chain") if key in values)
         print(f"evaluation at step {number}: {figures}", flush=True)
+        if number == self._start.plan.total_steps and (text := held_out_shortfall(self._progress.status, values)):
+            print(f"WARNING: {text}", flush=True)
 
     def _look_at_ranks(self) -> None:
         """A rank that died or hangs ends all; ranks that agreed on an end are given the time to save."""

@@ -189,6 +189,31 @@ def test_best_counts_only_evaluations_of_its_own_weights(root: Path):
     assert ck.best_of(ck.folders(root)) == best
 
 
+def test_best_and_newest_stand_for_checkpoints(tmp_path: Path):
+    output, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    for step, tau in [(1, 2.0), (2, 3.5), (3, 3.0)]:
+        ck.write_checkpoint(root, evaluated(step, tau), writer(step))
+    ck.write_checkpoint(root, state(4), writer(4))
+    (ck.step_folder(root, 4) / ck.MODEL).unlink()
+    for folder in (output, root):
+        assert ck.find_checkpoint(folder / "best") == ck.step_folder(root, 2)
+        assert ck.find_checkpoint(folder / "newest") == ck.step_folder(root, 3)
+        with pytest.raises(ck.CheckpointError, match=r"holds checkpoints: name one of them, or .*best"):
+            ck.find_checkpoint(folder)
+    assert ck.find_checkpoint(ck.step_folder(root, 1)) == ck.step_folder(root, 1)
+    (tmp_path / "best").mkdir()  # a folder of that name is that folder
+    assert ck.find_checkpoint(tmp_path / "best") == tmp_path / "best"
+
+
+def test_best_of_none(tmp_path: Path):
+    root = tmp_path / "run" / "checkpoints"
+    with pytest.raises(ck.CheckpointError, match="no complete checkpoint"):
+        ck.find_checkpoint(tmp_path / "run" / "newest")
+    ck.write_checkpoint(root, state(1), writer(1))
+    with pytest.raises(ck.CheckpointError, match=r"no checkpoint in .* was evaluated"):
+        ck.find_checkpoint(tmp_path / "run" / "best")
+
+
 def test_prune_neither_counts_nor_removes_incomplete_ones(root: Path):
     for step in (1, 2, 3):
         ck.write_checkpoint(root, state(step), writer(step))

@@ -14,7 +14,7 @@ from paceline.consumer import evaluate as module
 from paceline.consumer.decode import Generation, Replay, Sampling, Step
 from paceline.consumer.drafter import DrafterConfig, init_drafter
 from paceline.consumer.evaluate import evaluate, evaluate_models, near_tie, prompt_ids, read_prompts
-from paceline.consumer.export import write_zlab
+from paceline.consumer.export import write_drafter
 from paceline.consumer.plots import draw_evaluation, draw_timeline, draw_training
 from transformers import AutoTokenizer
 
@@ -40,7 +40,8 @@ def drafter_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         dtype="float32",
     )
     folder = tmp_path_factory.mktemp("drafter") / "export"
-    write_zlab(folder, config, dict(init_drafter(config, seed=0).state_dict()), {"target": str(tiny_target_dir)})
+    tensors = dict(init_drafter(config, seed=0).state_dict())
+    write_drafter(folder, config.to_dict(), tensors, {"target": str(tiny_target_dir)})
     return folder
 
 

@@ -7,19 +7,15 @@ from typing import Any, cast
 import pytest
 import torch
 from dflash import model as zlab
-from paceline.common.batch import Kind
+from exporting import VOCAB, checkpoint, config, taught
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
-from paceline.common.target import find_parts
-from paceline.consumer.checkpoint import CheckpointState, write_checkpoint
 from paceline.consumer.decode import speculate
-from paceline.consumer.drafter import ContextCache, Drafter, DrafterConfig, attend_one_block, init_drafter
+from paceline.consumer.drafter import ContextCache, init_drafter
 from paceline.consumer.export import drafter_target, export, load_drafter
 from safetensors.torch import load_file, save_file
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-VOCAB = 61
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -42,54 +38,6 @@ def target(kind: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def config(**changes) -> DrafterConfig:
-    values: dict[str, Any] = {
-        "block_size": 5,
-        "mask_token_id": 1,
-        "target_layer_ids": (1, 3),
-        "num_target_layers": 6,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "rope_theta": 1_000_000.0,
-        "max_position_embeddings": 256,
-        "dtype": "float32",
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "initializer_range": 0.2,
-    }
-    return DrafterConfig(**values | changes)
-
-
-def checkpoint(root: Path, drafter: Drafter, step: int = 3) -> Path:
-    state = CheckpointState(
-        name="tiny",
-        run_id="0123",
-        step=step,
-        phase=(Kind.TRAIN, step),
-        seconds=1.0,
-        tokens=100,
-        evaluated=None,
-        ledger={},
-        rng={"seed": 0},
-        fingerprint={},
-        drafter=drafter.config.to_dict(),
-        run={"target": {"path": "/models/tiny"}},
-        versions={},
-        metrics={"loss": 1.5},
-    )
-
-    def write(folder: Path) -> None:
-        save_file(drafter.state_dict(), folder / "model.safetensors")
-        save_file({}, folder / "optimizer.safetensors")
-
-    return write_checkpoint(root, state, write)
-
-
 @pytest.fixture
 def cpu_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zlab, "_cuda_time", lambda: 0.0)
@@ -107,43 +55,14 @@ def zlab_lengths(drafter: zlab.DFlashDraftModel, model: PreTrainedModel, limit: 
     return found.output_ids[0, len(PROMPT) :].tolist(), found.acceptance_lengths
 
 
-def taught(model: PreTrainedModel, steps: int) -> Drafter:
-    """A drafter overfitted to the target's greedy answer to PROMPT, with every anchor in each step."""
-    with torch.no_grad():
-        answer = cast(Any, model).generate(
-            torch.tensor([PROMPT]), max_new_tokens=ANSWER, do_sample=False, eos_token_id=None
-        )
-        hidden = model(answer, output_hidden_states=True).hidden_states
-    parts = find_parts(model)
-    tokens, table, head = answer[0], parts.embedding.weight, parts.head.weight
-    drafter = init_drafter(config(), seed=2)
-    shape = drafter.config
-    features = torch.cat([hidden[i + 1][0] for i in shape.target_layer_ids], -1)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0)
-    for _ in range(steps):
-        context = drafter.project_context(features, torch.arange(len(tokens)))
-        loss = torch.zeros(())
-        for anchor in range(len(PROMPT), len(tokens) - 1):
-            slots = min(shape.block_size, len(tokens) - anchor)
-            block = torch.tensor([int(tokens[anchor]), *[shape.mask_token_id] * (slots - 1)])
-            before = [(keys[:, :anchor], values[:, :anchor]) for keys, values in context]
-            found = drafter.decode(
-                table[block].detach(), torch.arange(anchor, anchor + slots), before, attend_one_block
-            )
-            loss = loss + functional.cross_entropy(found[1:] @ head.T.detach(), tokens[anchor + 1 : anchor + slots])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return drafter
-
-
 @pytest.fixture(scope="module", params=[("llama", 6), ("qwen3", 9), ("llama", 45)], ids=lambda p: f"{p[0]}-{p[1]}")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """Target, drafter loaded from our export, and the same by z-lab; the last accepts nearly every slot."""
     kind, steps = request.param
     folder = tmp_path_factory.mktemp("pair")
     model = target(kind)
-    made = export(checkpoint(folder / "run", taught(model, steps)), folder / "out")
+    drafter = taught(model, steps, config(), [PROMPT], ANSWER)
+    made = export(checkpoint(folder / "run", drafter), folder / "out")
     ours = load_drafter(made.folder, dtype=torch.float32)
     theirs = zlab.DFlashDraftModel.from_pretrained(made.folder, dtype=torch.float32)
     return steps, model, ours, theirs
