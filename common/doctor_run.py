@@ -41,6 +41,7 @@ def run_checks(run_path: Path, overrides: Sequence[str], torch: Mapping[str, Any
     yield from _data(run)
     yield from _output(run)
     yield from _mask_token(run)
+    yield from _start(run)
     yield from _devices(run, torch)
     yield from _rings(run)
     if Path(run.stream.ring_dir) != paths.DEFAULT_RING_DIR:
@@ -144,6 +145,21 @@ def _mask_token(run: "RunFile") -> Iterator[Check]:
         yield Check(
             "mask token", "FAIL", "drafter.mask_token_id is not set", "name a token of the target that data never use"
         )
+
+
+def _start(run: "RunFile") -> Iterator[Check]:
+    """The drafter to start from, where it is to be on this machine; the trainer looks whether it fits."""
+    from .runfile import INIT_KINDS
+
+    name = run.drafter.init_from
+    path = Path(name).expanduser()
+    if name in INIT_KINDS or not (path.is_absolute() or path.exists()):
+        return
+    folder = path if path.exists() or path.name not in ("best", "newest") else path.parent
+    if folder.is_dir():
+        yield Check("first weights", "OK", name)
+    else:
+        yield Check("first weights", "FAIL", f"there is no folder {folder}", "correct drafter.init_from")
 
 
 def _devices(run: "RunFile", torch: Mapping[str, Any]) -> Iterator[Check]:

@@ -303,6 +303,8 @@ def test_rings_that_do_not_fit(run_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["data.files=['absent.jsonl']"], "data", "there is no"),
         (["data.files=['run.toml']"], "data", "no chat file by its name"),
         (["drafter.mask_token_id='none'"], "mask token", "is not set"),
+        (["drafter.init_from=/nowhere/drafter"], "first weights", "there is no folder /nowhere/drafter"),
+        (["drafter.init_from=/nowhere/run/best"], "first weights", "there is no folder /nowhere/run"),
         (["workers.devices=['cuda:3']"], "devices", "torch sees 0 GPUs"),
         (["output=run.toml/x"], "output", "no folder that can be written"),
         (["stream.nonsense=1"], "run file", "stream.nonsense"),

@@ -1,6 +1,7 @@
 """The learner on records: one gradient however the work is split, slots released, chains, checkpoints."""
 
 import math
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drafting import CONFIG, MASK_ID, SLIDING, make_drafter, make_head, make_rows, make_run, plain_block
+from exporting import checkpoint
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.target_info import target_info
 from paceline.consumer.anchors import chain_starts, draw_anchors
@@ -316,6 +318,26 @@ def test_built_from_a_target_folder(llama, init_from):
     assert torch.equal(one.drafter.state_dict()["layers.0.self_attn.q_proj.weight"], q_proj) == (init_from == "target")
     train(one, (0, 1))
     assert one.step(one.sums(), 1e-3).finite
+
+
+def test_built_from_another_drafter_and_resumed_without_it(llama, tmp_path):
+    start = make_drafter(seed=6)
+    saved = checkpoint(tmp_path / "other", start)
+    run = make_run(target={"path": str(llama)}, drafter={"init_from": str(saved)})
+    info = target_info(str(llama))
+    learner = build_learner(run, info, [1, 3], device="cpu")
+    masters = learner.weights.views(learner.weights.masters)
+    assert all(torch.equal(masters[name], parameter) for name, parameter in start.named_parameters())
+    train(learner, (0, 1))
+    assert learner.step(learner.sums(), 1e-3).finite
+    own = checkpoint(tmp_path / "own", start)
+    learner.snapshot()(own)
+    shutil.rmtree(saved)
+    resumed = build_learner(run, info, [1, 3], device="cpu", resumed=own)
+    resumed.restore(own)
+    assert torch.equal(resumed.weights.masters, learner.weights.masters)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        build_learner(run, info, [1, 3], device="cpu")
 
 
 @pytest.mark.parametrize(("token", "words"), [(0, "pad"), (2, "eos"), (9, "occurs in the data")])
