@@ -196,7 +196,7 @@ ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Silences transformers' progress bars and load reports, which would end up in the journal."""
     logger = transformers.utils.logging
     before = logger.get_verbosity()
@@ -251,7 +251,7 @@ def _load(
         remote = trust_remote_code and auto.__name__ in (getattr(config, "auto_map", None) or {})
         if not remote and type(config) not in auto._model_mapping:
             continue
-        with _quiet():
+        with quiet_loading():
             try:
                 loaded: Any = auto.from_pretrained(
                     folder,
@@ -647,7 +647,7 @@ class Target:
     def _use(self, mode: Mode) -> None:
         wanted = PACKED if mode == "packed" else self._own_attention
         if str(self.decoder.config._attn_implementation) != wanted:
-            with _quiet():
+            with quiet_loading():
                 self.decoder.set_attn_implementation(wanted)
         if str(self.decoder.config._attn_implementation) != wanted:
             raise _Unpackable("its attention cannot be replaced")

@@ -57,12 +57,13 @@ def _head(state: CheckpointState, config: DrafterConfig, format: str, target: st
     yield ""
     kinds = sum(kind == SLIDING for kind in config.layer_types)
     window = f" ({kinds} of them with a sliding window of {config.sliding_window})" if kinds else ""
+    taps, layers = config.target_layer_ids, config.num_hidden_layers
     yield (
         f"Drafts {config.block_size - 1} tokens at once (block size {config.block_size}, the anchor included) from the "
-        f"target's hidden states after layers {', '.join(map(str, config.target_layer_ids))} of "
-        f"{config.num_target_layers}, counted from 0, with {config.num_hidden_layers} draft layers{window}. Mask token "
-        f"{config.mask_token_id}. It holds no embedding and no head: engines take the target's, and it is of use with "
-        "this target alone."
+        f"target's hidden states after layer{'s' * (len(taps) > 1)} {', '.join(map(str, taps))} of "
+        f"{config.num_target_layers}, counted from 0, with {layers} draft layer{'s' * (layers > 1)}{window}. Mask "
+        f"token {config.mask_token_id}. It holds no embedding and no head: engines take the target's, and it is of use "
+        "with this target alone."
     )
     yield ""
     yield f"Format {format}, {config.dtype}; step {state.step} of run `{state.run_id}`, paceline {__version__}."

@@ -10,6 +10,7 @@ float32, where two right implementations differ by rounding alone. The other sid
 """
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..common.errors import ConfigError, PacelineError, UsageError
-from ..common.target import load_causal_lm
+from ..common.target import load_causal_lm, quiet_loading
 from ..common.target_info import target_info
-from .decode import Generation, TargetDecoder, speculate
+from .decode import Generation, TargetDecoder, narrow_linears, speculate
 from .drafter import SLIDING, ContextCache, Drafter, DrafterConfig
 from .evaluate import check_fits, prompt_ids, read_prompts, stop_tokens
 from .export import drafter_target, read_drafter, torch_dtype
@@ -141,11 +142,13 @@ def check_export(
     check_fits(config, info)
     messages = read_prompts(prompts, limit)
     model = load_causal_lm(info.path, torch.float32, device, trust_remote_code)
+    narrow_linears(model)  # for the one target that either side decodes with
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     ours = Drafter(config).float()
     ours.load_state_dict(stored)
     ours = ours.to(device).eval().requires_grad_(False)
-    engine = _load(format, folder, model, info.path)
+    with quiet_loading():
+        engine = _load(format, folder, model, info.path)
     stops = stop_tokens(model, tokenizer)
     report = CheckReport(engine.name)
     if checkpoint is not None:
@@ -301,9 +304,10 @@ class ZlabEngine:
         self._generate, self._target = dflash_generate, model
         dtype = torch_dtype(read_config(folder).dtype)
         try:
-            self._model: Any = DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(model.device).eval()
+            self._model: Any = DFlashDraftModel.from_pretrained(folder, dtype=dtype)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.name} does not load {folder}: {_first_line(error)}") from error
+        self._model = self._model.to(model.device).eval()
         self._loaded = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
         self._model.float()
 
@@ -348,7 +352,9 @@ class ZlabEngine:
         watch = self._target.register_forward_pre_hook(note, with_kwargs=True)
         try:
             ids = cast(torch.LongTensor, torch.tensor([prompt], device=self._target.device))
-            output = self._generate(self._model, self._target, ids, new_tokens, list(stop_ids) or None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # how it names the target's cache
+                output = self._generate(self._model, self._target, ids, new_tokens, list(stop_ids) or None)
         finally:
             watch.remove()
         tokens = cast(Tensor, output)[0, len(prompt) :].tolist()
