@@ -457,7 +457,8 @@ def _absolute(values: dict[str, Any], folder: Path) -> None:
     start = drafter.get("init_from") if isinstance(drafter, dict) else None
     if isinstance(drafter, dict) and isinstance(start, str) and start not in INIT_KINDS:
         named = start.startswith(("./", "../", "~")) or start.endswith(("/best", "/newest"))
-        drafter["init_from"] = place(start) if named or (folder / start).exists() else start
+        alone = "/" not in start and not difflib.get_close_matches(start, INIT_KINDS, 1, 0.75)  # else a slip of the pen
+        drafter["init_from"] = place(start) if named or alone or (folder / start).exists() else start
 
 
 # Errors

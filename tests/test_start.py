@@ -132,6 +132,7 @@ def test_run_file_paths(tmp_path: Path) -> None:
         "z-lab/Qwen3-8B-DFlash-b16": "z-lab/Qwen3-8B-DFlash-b16",
         "./new": str(tmp_path / "new"),
         "there/": str(tmp_path / "there"),
+        "gone": str(tmp_path / "gone"),
         "other/best": str(tmp_path / "other/best"),
     }
     for said, meant in wanted.items():
