@@ -19,7 +19,7 @@ from ..common.errors import ConfigError, PacelineError
 from ..common.runfile import INIT_KINDS, RunFile
 from ..common.target_info import TargetInfo, hub_folder
 from .checkpoint import find_checkpoint, load_state
-from .drafter import Drafter, DrafterConfig, init_drafter, read_target_tensors
+from .drafter import SLIDING, Drafter, DrafterConfig, init_drafter, read_target_tensors
 from .export import read_drafter
 
 
@@ -72,6 +72,8 @@ def fitted(config: DrafterConfig, run: RunFile, info: TargetInfo, layer_ids: Seq
 
 def _mismatches(config: DrafterConfig, run: RunFile, info: TargetInfo, layer_ids: Sequence[int]) -> Iterator[str]:
     settings = run.drafter
+    sliding = [i for i, kind in enumerate(config.layer_types) if kind == SLIDING]
+    slides = [i for i, one in enumerate(settings.slides) if one]
     asked = (
         ("layers", config.num_hidden_layers, "drafter.layers", settings.layers),
         ("block size", config.block_size, "drafter.block_size", settings.block_size),
@@ -79,6 +81,8 @@ def _mismatches(config: DrafterConfig, run: RunFile, info: TargetInfo, layer_ids
         ("target layers read", list(config.target_layer_ids), "target.layer_ids", list(layer_ids)),
         ("activation", config.hidden_act, "drafter.hidden_act", settings.hidden_act),
         ("MLP width", config.intermediate_size, "drafter.intermediate_size", settings.intermediate_size),
+        ("sliding layers", sliding, "drafter.sliding_layers", slides),
+        ("window", config.sliding_window, "drafter.sliding_window", settings.sliding_window if slides else None),
     )
     for what, its, key, ours in asked:
         if ours is not None and its != ours:

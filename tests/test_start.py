@@ -74,6 +74,10 @@ def test_its_mask_token_need_not_be_repeated(folders: dict[str, Path]) -> None:
         ({"num_target_layers": 8}, "its target layers 8, the target has 6"),
         ({"vocab_size": 80}, "its vocabulary rows 80, the target has 61"),
         ({"hidden_act": "gelu"}, "its activation gelu, drafter.hidden_act = silu"),
+        (
+            {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 9},
+            r"its sliding layers \[1\], drafter.sliding_layers = \[\]",
+        ),
     ],
 )
 def test_a_mismatch_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -81,6 +85,14 @@ def test_a_mismatch_is_named(tmp_path: Path, changes: dict[str, Any], words: str
     with pytest.raises(ConfigError, match=words) as caught:
         start(saved)
     assert str(caught.value).startswith(f'drafter.init_from = "{saved}"')
+
+
+def test_its_window_has_to_be_the_runs(tmp_path: Path) -> None:
+    shape = replace(CONFIG, layer_types=("sliding_attention",) * 2, sliding_window=9)
+    saved = checkpoint(tmp_path, make_drafter(shape))
+    assert start(saved, drafter={"sliding_window": 9}).config.layer_types == shape.layer_types
+    with pytest.raises(ConfigError, match=r"its window 9, drafter\.sliding_window = 8"):
+        start(saved, drafter={"sliding_window": 8})
 
 
 def test_every_mismatch_is_named_at_once(tmp_path: Path) -> None:
