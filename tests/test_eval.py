@@ -75,6 +75,22 @@ def test_report_is_written(drafter_dir: Path, prompts_file: Path, tmp_path: Path
     assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_decoding_far_below_what_training_promised_is_said(
+    drafter_dir: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "promising"
+    shutil.copytree(drafter_dir, folder)
+    source = json.loads((folder / "paceline.json").read_text())
+    source |= {"run_id": "r-1", "step": 7, "evaluated": 7, "block_size": 4, "metrics": {"tau_chain": 3.5}}
+    (folder / "paceline.json").write_text(json.dumps(source))
+    report = evaluate(folder, prompts_file, dtype="float32", device="cpu", max_new_tokens=12)
+    assert report.warning is not None and "3.50" in report.warning and report.lossless
+    assert report.lines()[-1] == f"WARNING: {report.warning}" and report.to_json()["warning"] == report.warning
+    assert report.prompts == prompts_file.name and report.source["step"] == 7
+    smaller = evaluate(folder, prompts_file, dtype="float32", device="cpu", max_new_tokens=12, block_size=2)
+    assert smaller.warning is None  # blocks of another size were not promised anything
+
+
 def test_sampled_evaluation_compares_no_tokens(drafter_dir: Path, prompts_file: Path) -> None:
     sampling = Sampling(temperature=0.8, proposals="sampled", seed=1)
     report = evaluate(

@@ -1,9 +1,11 @@
 """When training's figures promise more than decoding keeps."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from paceline.consumer.shortfall import decoding_shortfall, far_below, held_out_shortfall
+from paceline.consumer.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,13 @@ def test_rows_known_by_heart() -> None:
     assert said is not None and "tau 4.00" in said and "0.93 and 0.31" in said
     assert held_out_shortfall({"tau": 4.0, "acc": 0.93}, {"tau": 3.0, "acc": 0.7}) is None
     assert held_out_shortfall({}, {"tau": 1.0}) is None and held_out_shortfall({"tau": 3.0}, {}) is None
+
+
+@pytest.mark.parametrize(("step", "warned"), [(5, False), (9, True)])
+def test_the_trainer_says_it_after_the_last_step(step: int, warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = SimpleNamespace(status={"tau": 4.0, "acc": 0.93})
+    start = SimpleNamespace(plan=SimpleNamespace(total_steps=9))
+    values = {"loss": 5.0, "acc": 0.2, "tau": 1.3, "tau_chain": 1.2}
+    Trainer._say_evaluation(cast(Trainer, SimpleNamespace(_progress=progress, _start=start)), step, values)
+    said = capsys.readouterr().out
+    assert f"evaluation at step {step}: loss=5.000" in said and ("WARNING: rows trained on reach" in said) == warned
