@@ -159,6 +159,8 @@ def read_drafter(path: Path, num_target_layers: int | None = None) -> tuple[Draf
 def _whole_state(checkpoint: Path) -> CheckpointState:
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint}: there is no such checkpoint folder")
+    if (checkpoint / CONFIG).is_file():
+        raise ConfigError(f"{checkpoint} is an exported drafter: give the checkpoint, which has the float32 masters")
     reason = damage(checkpoint)
     if reason is not None:
         raise ConfigError(f"{checkpoint}: not a complete checkpoint: {reason}")

@@ -174,6 +174,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         export(saved, tmp_path / "there")
     with pytest.raises(ConfigError, match="no such checkpoint"):
         export(tmp_path / "missing", tmp_path / "out")
+    with pytest.raises(ConfigError, match="is an exported drafter"):
+        export(export(saved, tmp_path / "exported").folder, tmp_path / "out")
     with pytest.raises(ConfigError, match="neither a checkpoint"):
         load_drafter(tmp_path / "there", dtype=torch.float32)
     with open(saved / "model.safetensors", "r+b") as file:
