@@ -6,7 +6,8 @@
 Looked at, each a line of the report: the settings that the engine reads, every tensor bit by bit, RoPE to the last
 position, logits on the target's real states, and whole answers, verification by verification. All is computed in
 float32, where two right implementations differ by rounding alone. The other side of each comparison is the trainer's
-`Drafter`, with the checkpoint's masters rounded to the folder's dtype.
+`Drafter`, with the checkpoint's config and its masters rounded to the folder's dtype; without a checkpoint, the folder
+as it is read here.
 """
 
 import dataclasses
@@ -56,6 +57,7 @@ class CheckReport:
         return all(finding.passed for finding in self.findings)
 
     def add(self, passed: bool, text: str) -> bool:
+        """Returns `passed`."""
         self.findings.append(Finding(passed, text))
         return passed
 
@@ -144,16 +146,19 @@ def check_export(
     model = load_causal_lm(info.path, torch.float32, device, trust_remote_code)
     narrow_linears(model)  # for the one target that either side decodes with
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
-    ours = Drafter(config).float()
-    ours.load_state_dict(stored)
+    trained, weights = _trained(checkpoint, config, stored)
+    ours = Drafter(trained).float()
+    ours.load_state_dict(weights)
     ours = ours.to(device).eval().requires_grad_(False)
     with quiet_loading():
         engine = _load(format, folder, model, info.path)
     stops = stop_tokens(model, tokenizer)
     report = CheckReport(engine.name)
     if checkpoint is not None:
-        _check_masters(report, checkpoint, config, stored)
-    _check_loading(report, engine, config, stored)
+        _check_masters(report, trained, weights, config, stored)
+    if not _check_settings(report, engine, trained):
+        return report  # what it would compute has another shape or meaning
+    _check_tensors(report, engine, config, stored)
     _check_rope(report, engine, ours, device)
     answers = [_answer(ours, model, ids, new_tokens, stops) for ids in prompt_ids(tokenizer, messages)]
     _check_logits(report, engine, ours, model, answers)
@@ -176,26 +181,44 @@ def trained_settings(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
-def _check_masters(report: CheckReport, checkpoint: Path, config: DrafterConfig, stored: dict[str, Tensor]) -> None:
+def _trained(
+    checkpoint: Path | None, config: DrafterConfig, stored: dict[str, Tensor]
+) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """The other side of every comparison: the checkpoint in the folder's dtype, or else the folder as read here."""
+    if checkpoint is None:
+        return config, stored
     trained, masters = read_drafter(checkpoint)
-    wanted, said = torch_dtype(config.dtype), dataclasses.asdict(config)
-    wrong = sorted(name for name in masters if not _same(masters[name].to(wanted), stored.get(name)))
+    dtype = torch_dtype(config.dtype)
+    return dataclasses.replace(trained, dtype=config.dtype), {name: one.to(dtype) for name, one in masters.items()}
+
+
+def _check_masters(
+    report: CheckReport,
+    trained: DrafterConfig,
+    weights: dict[str, Tensor],
+    config: DrafterConfig,
+    stored: dict[str, Tensor],
+) -> None:
+    wrong = sorted(name for name in weights.keys() | stored.keys() if not _same(weights.get(name), stored.get(name)))
+    said = dataclasses.asdict(config)
     wrong += [
         f"{key} {said[key]}, trained with {value}"
         for key, value in dataclasses.asdict(trained).items()
-        if key != "dtype" and said[key] != value
+        if said[key] != value
     ]
     text = f"config and tensors are the checkpoint's: {len(stored)} float32 masters in {config.dtype}"
     report.add(not wrong, text if not wrong else f"not the checkpoint's in {config.dtype}: {', '.join(wrong)}")
 
 
-def _check_loading(report: CheckReport, engine: Engine, config: DrafterConfig, stored: dict[str, Tensor]) -> None:
-    """The engine's settings and tensors."""
-    read, wanted = engine.settings(), trained_settings(config)
+def _check_settings(report: CheckReport, engine: Engine, trained: DrafterConfig) -> bool:
+    read, wanted = engine.settings(), trained_settings(trained)
     wrong = [f"{name} {read.get(name)}, not {value}" for name, value in wanted.items() if read.get(name) != value]
     said = ", ".join(f"{name} {wanted[name]}" for name in ("block size", "mask token", "target layers"))
     text = f"{said}, windows and causality as trained" if not wrong else "; ".join(wrong)
-    report.add(not wrong, f"{engine.name} reads {text}")
+    return report.add(not wrong, f"{engine.name} reads {text}")
+
+
+def _check_tensors(report: CheckReport, engine: Engine, config: DrafterConfig, stored: dict[str, Tensor]) -> None:
     loaded = engine.tensors()
     wrong = sorted(name for name in stored.keys() | loaded.keys() if not _same(stored.get(name), loaded.get(name)))
     odd = sorted({str(one.dtype).removeprefix("torch.") for one in stored.values()} - {config.dtype})

@@ -109,8 +109,7 @@ def test_causality_that_an_engine_takes_differently_is_seen(
 
     monkeypatch.setattr(zlab.Qwen3DFlashAttention, "__init__", bidirectional)
     found = failures(folder, prompts)
-    assert any("causal inside the block [False, False], not [True, True]" in text for text in found)
-    assert any(text.startswith("logits of 16 blocks") for text in found)
+    assert len(found) == 1 and "causal inside the block [False, False], not [True, True]" in found[0]
 
 
 def test_states_of_another_layer_are_seen(saved: Path, prompts: Path, tmp_path: Path) -> None:
@@ -128,7 +127,18 @@ def test_a_changed_tensor_is_seen(saved: Path, prompts: Path, tmp_path: Path) ->
     tensors["fc.weight"][0, 0] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert failures(folder, prompts) == []  # whole in itself
-    assert failures(folder, prompts, saved) == ["not the checkpoint's in float32: fc.weight"]
+    found = failures(folder, prompts, saved)
+    assert found[0] == "not the checkpoint's in float32: fc.weight" and found[1].startswith("logits of 16 blocks")
+
+
+def test_another_rope_base_than_was_trained_is_seen(saved: Path, prompts: Path, tmp_path: Path) -> None:
+    folder = export(saved, tmp_path / "out").folder
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("1000000.0", "10000.0"))
+    assert failures(folder, prompts) == []  # whole in itself, and useless
+    found = failures(folder, prompts, saved)
+    assert "rope_theta 10000.0, trained with 1000000.0" in found[0]
+    assert found[1].startswith("RoPE of base 1e+06") and found[2].startswith("logits of 16 blocks")
 
 
 def test_tensors_of_another_dtype_than_the_config_are_seen(saved: Path, prompts: Path, tmp_path: Path) -> None:
