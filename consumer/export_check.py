@@ -327,7 +327,7 @@ class ZlabEngine:
         self._generate, self._target = dflash_generate, model
         dtype = torch_dtype(read_config(folder).dtype)
         try:
-            self._model: Any = DFlashDraftModel.from_pretrained(folder, dtype=dtype)
+            self._model = cast(Any, DFlashDraftModel.from_pretrained(folder, dtype=dtype))
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.name} does not load {folder}: {_first_line(error)}") from error
         self._model = self._model.to(model.device).eval()
