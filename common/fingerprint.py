@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from .plan import mix_of
+
 if TYPE_CHECKING:
     from .rows import Rows
     from .runfile import RunFile
     from .target_info import TargetInfo
 
 MAX_JSON_BYTES = 3000  # it shares the ring's header page
+_MAX_MIX = 300  # characters of the files' rows and weights; a hash stands for longer ones
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids:
 
     How long a run lasts, how many processes it has and how the drafter learns may change under it; these may not.
     """
+    mix = " ".join(f"{rows}x{weight!r}" for rows, weight in mix_of(run, rows))
+    if len(mix) > _MAX_MIX:
+        mix = hashlib.sha256(mix.encode()).hexdigest()
     return Fingerprint(
         {
             "target": info.identity,
@@ -76,5 +82,6 @@ def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids:
             "packer": run.stream.packer,
             "held_out": run.data.held_out,
             "batches_per_step": run.trainer.batches_per_step,
+            **({"weights": mix} if mix else {}),
         }
     )
