@@ -12,7 +12,8 @@ A conversation is rendered as text, tokenised once, and the character spans of i
   last answer differently), each answer becomes a row of its own, rendered as the conversation that ends with it.
 - An answer's span ends with its end token (`<|im_end|>`), not with white space after it. Decoding the tokens of the
   span must give the answer's text and end token exactly. What doesn't is `Refused` with a reason, never guessed.
-- `finished: false`: the last answer stopped at a length limit. It is supervised, but no end token follows it.
+- `finished: false`: the last answer stopped at a length limit. It is supervised, but no end token follows it. If it
+  stopped within its thinking, the rendering is the prompt and the answer as it is: a template would close the thinking.
 
 Templates run in the sandbox of transformers' own renderer with the same filters and globals (a test compares the two),
 but with a fixed date, so that the same data give the same tokens on any day. Neither transformers nor torch is needed
@@ -57,7 +58,8 @@ _TEMPLATE_ERRORS = (
 
 
 class _Answer(NamedTuple):
-    """Where an answer is in a rendering, in characters, and the end token that follows it."""
+    """Where an answer is in a rendering, in characters, and the end token that follows it.
+    "": the text as it was written, cut within its thinking."""
 
     start: int
     end: int
@@ -153,17 +155,22 @@ class ChatEncoder:
         ids = np.array(encoding.ids, np.int32)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         mask = np.zeros(len(ids), np.uint8)
-        last = 0
         for at, answer in zip(chosen, renderings.answers(end, chosen), strict=True):
-            text = whole[answer.start : answer.end]
-            _check_text(text, renderings.messages[at], at)
-            first, last = _token_at(starts, ends, answer.start), _token_at(starts, ends, answer.end)
-            if last == len(ids) or starts[last] != answer.end or ids[last] != self.end_tokens[answer.end_token]:
-                raise Refused("the end token is not a token of its own", f"messages[{at}]")
+            message, text = renderings.messages[at], whole[answer.start : answer.end]
+            if answer.end_token:
+                _check_text(text, message, at)
+            first = _token_at(starts, ends, answer.start)
+            if finished or at != chosen[-1]:
+                last = _token_at(starts, ends, answer.end)
+                if last == len(ids) or starts[last] != answer.end or ids[last] != self.end_tokens[answer.end_token]:
+                    raise Refused("the end token is not a token of its own", f"messages[{at}]")
+                past = last + 1
+            else:
+                # Up to the last token that lies within what was written.
+                last = past = int(np.searchsorted(ends, answer.start + _written(text, message), side="right"))
+                text = whole[answer.start : ends[last - 1]] if last > first else ""
             self._check_decoding(encoding.ids, first, last, text, at)
-            mask[first : last + 1] = 1
-        if not finished:
-            mask[last] = 0
+            mask[first:past] = 1
         return cut_after_supervised(ids, mask)
 
     def _check_decoding(self, ids: list[int], first: int, last: int, text: str, at: int) -> None:
@@ -232,6 +239,8 @@ class _Renderings:
         return _unmarked(self._render(end, prompt))
 
     def _render(self, end: int, prompt: bool) -> str:
+        if not prompt and end == len(self.messages) and self._conversation.open_thinking is not None:
+            return _continued(self._render(end - 1, True), self._conversation.open_thinking)
         if (end, prompt) not in self._marked:
             tools, variables = self._conversation.tools, self._conversation.variables
             self._marked[end, prompt] = self.encoder.render(self.messages[:end], tools, variables, prompt)
@@ -243,6 +252,9 @@ class _Renderings:
         spans = self._marked_spans(end) if self.encoder.marks(self._conversation.tools) else None
         found = []
         for at in chosen:
+            if at == len(self.messages) - 1 and self._conversation.open_thinking is not None:
+                found.append(_Answer(len(self.text(at, prompt=True)), len(whole), ""))
+                continue
             start, past = spans[at] if spans else self._span_between_prefixes(whole, at)
             found.append(self._without_end_token(whole, start, past, at))
         return found
@@ -264,7 +276,8 @@ class _Renderings:
                 spans.append((open_at, length))
             else:
                 length += len(piece)
-        answers = [at for at in self._conversation.answers if at < end]
+        written = end - (end == len(self.messages) and self._conversation.open_thinking is not None)
+        answers = [at for at in self._conversation.answers if at < written]
         if len(spans) != len(answers):
             raise Refused("the template's generation markers do not match the answers", f"{len(spans)} blocks")
         return dict(zip(answers, spans, strict=True))
@@ -293,6 +306,21 @@ def _check_text(text: str, message: Mapping[str, Any], at: int) -> None:
     reasoning = message.get("reasoning_content") or (thought.rpartition("<think>")[2] if closing else "")
     if reasoning.strip() not in text:
         raise Refused("the template leaves out the answer's reasoning", f"messages[{at}]")
+
+
+def _written(text: str, message: Mapping[str, Any]) -> int:
+    """How much of a rendered answer, in characters, was written before it was cut: a template closes reasoning that is
+    all there is, but the target had not."""
+    reasoning = message.get("reasoning_content", "").strip()
+    if message["content"].strip() or "tool_calls" in message or not reasoning:
+        return len(text)
+    return text.rindex(reasoning) + len(reasoning)
+
+
+def _continued(prompt: str, answer: str) -> str:
+    """A prompt and what the target wrote after it; the prompt may have opened its thinking."""
+    opened = prompt.rstrip().endswith("<think>")
+    return prompt + (answer.removeprefix("<think>").lstrip("\n") if opened else answer)
 
 
 def cut_after_supervised(tokens: np.ndarray, mask: np.ndarray) -> Encoded:

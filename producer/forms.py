@@ -61,13 +61,15 @@ class Encoded(NamedTuple):
 @dataclass(frozen=True)
 class Conversation:
     """messages: in OpenAI's form, content always a text; they end with an answer. answers: indices of the assistant's.
-    tools: a list, or None. finished: whether the last answer has ended. variables: for the chat template."""
+    tools: a list, or None. finished: whether the last answer has ended. variables: for the chat template.
+    open_thinking: the last answer as it was written, if it stopped within its thinking."""
 
     messages: list[dict[str, Any]]
     answers: list[int]
     tools: list[Any] | None
     finished: bool
     variables: Mapping[str, Any]
+    open_thinking: str | None
 
 
 def read(row: Any) -> Conversation | Encoded:
@@ -106,9 +108,21 @@ def _conversation(row: Mapping[str, Any], messages: Any, name: str) -> Conversat
     if variables is not None and not isinstance(variables, Mapping):
         raise Refused("chat_template_kwargs is not an object")
     answers = _answers(messages)
+    still_open = [at for at in answers if _is_open(messages[at]["content"])]
+    if still_open and (finished is not False or still_open != answers[-1:]):
+        raise Refused("thinking that is not closed", f"messages[{still_open[0]}]")
     return Conversation(
-        messages[: answers[-1] + 1], answers, _tools(row.get("tools")), finished is not False, variables or {}
+        messages=messages[: answers[-1] + 1],
+        answers=answers,
+        tools=_tools(row.get("tools")),
+        finished=finished is not False,
+        variables=variables or {},
+        open_thinking=messages[answers[-1]]["content"] if still_open else None,
     )
+
+
+def _is_open(content: str) -> bool:
+    return content.lstrip().startswith("<think>") and "</think>" not in content
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:

@@ -307,6 +307,34 @@ def test_reasoning_that_a_template_leaves_out_is_refused(encoder):
     assert reason(encoder(plain_prompt), {"messages": [TURNS[0], answer]}) == expected
 
 
+@pytest.mark.parametrize(
+    ("template", "before"), [(PLAIN, TURNS[:3]), (MARKED, TURNS[:3]), (REASONS, TURNS[:3]), (OPENS_THINKING, TURNS[:1])]
+)
+def test_an_answer_that_stopped_within_its_thinking(encoder, template, before):
+    chat = encoder(template)
+    started = "<think>\nThe copper follows\nthe"
+    row = {"messages": [*before, {"role": "assistant", "content": started}], "finished": False}
+    rows = encode(chat, row)
+    opened = "<think>\n" if template == OPENS_THINKING else ""
+    assert spoken(chat, rows[-1])[-1] == started.removeprefix(opened)
+    assert text(chat, rows[-1]).endswith(f"<|im_start|>assistant\n{started}")
+    assert reason(chat, row | {"finished": True}) == f"thinking that is not closed: messages[{len(before)}]"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(REASONS, "<think>\nThe copper follows"), (CHANNELS, " analysis\nThe copper follows")],
+)
+def test_reasoning_that_was_cut_is_not_closed(encoder, template, said):
+    chat = encoder(template)
+    cut = {"role": "assistant", "content": None, "reasoning_content": "The copper follows"}
+    [row] = encode(chat, {"messages": [TURNS[0], cut], "finished": False})
+    assert spoken(chat, row) == [said]
+    cut = cut | {"content": ANSWER[:9]}
+    [row] = encode(chat, {"messages": [TURNS[0], cut], "finished": False})
+    assert spoken(chat, row)[0].startswith(said) and spoken(chat, row)[0].endswith(ANSWER[:9])
+
+
 def test_channels_and_two_end_tokens(encoder):
     chat = encoder(CHANNELS)
     reasoned = TURNS[3] | {"reasoning_content": "It opens."}
