@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .plan import mix_of
-
 if TYPE_CHECKING:
     from .rows import Rows
     from .runfile import RunFile
@@ -66,7 +64,7 @@ def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids:
 
     How long a run lasts, how many processes it has and how the drafter learns may change under it; these may not.
     """
-    mix = " ".join(f"{rows}x{weight!r}" for rows, weight in mix_of(run, rows))
+    mix = " ".join(f"{rows}x{weight!r}" for rows, weight in run.data.mix(rows.meta))
     if len(mix) > _MAX_MIX:
         mix = hashlib.sha256(mix.encode()).hexdigest()
     return Fingerprint(

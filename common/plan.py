@@ -215,6 +215,10 @@ class Plan:
         packed = self._packed_of(batch)
         return packed.rows[packed.offsets[batch.index] : packed.offsets[batch.index + 1]].astype(np.int64)
 
+    def indices(self, batch: BatchId) -> np.ndarray:
+        """Indices of a batch's prepared rows, int64, whichever use of them it is. KeyError if it is not of this plan."""
+        return self.rows(batch) % len(self._lengths)
+
     def tokens(self, batch: BatchId) -> int:
         """Context tokens of a batch. KeyError if it is not of this plan."""
         return int(self._packed_of(batch).tokens[batch.index])
@@ -257,7 +261,7 @@ def plan_from(run: "RunFile", rows: "Rows") -> Plan:
         max_length=run.data.max_length,
         packer=run.stream.packer,
         held_out=run.data.held_out,
-        mix=mix_of(run, rows),
+        mix=run.data.mix(rows.meta),
     )
     return Plan(
         spec,
@@ -269,14 +273,6 @@ def plan_from(run: "RunFile", rows: "Rows") -> Plan:
         eval_every=run.evaluation.every_steps,
         eval_at_end=run.evaluation.at_end,
     )
-
-
-def mix_of(run: "RunFile", rows: "Rows") -> tuple[tuple[int, float], ...]:
-    """`PlanSpec.mix` of a run file over its prepared rows."""
-    weights = [file.weight for file in run.data.files]
-    if all(weight == 1 for weight in weights):
-        return ()
-    return tuple((file["rows"], weight) for file, weight in zip(rows.meta["files"], weights, strict=True))
 
 
 def _check(spec: PlanSpec, lengths: np.ndarray) -> None:

@@ -93,6 +93,14 @@ class DataSettings(Section):
         default=64, description="Rows set aside for evaluation, drawn by seed, never trained on"
     )
 
+    def mix(self, meta: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+        """Number of rows and weight of each file, in the rows' order; empty if all weights are 1. `meta` is that of the
+        prepared rows."""
+        weights = [file.weight for file in self.files]
+        if all(weight == 1 for weight in weights):
+            return ()
+        return tuple((file["rows"], weight) for file, weight in zip(meta["files"], weights, strict=True))
+
     @field_validator("files", mode="before")
     @classmethod
     def _paths(cls, files: Any) -> Any:

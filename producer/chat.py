@@ -141,7 +141,8 @@ class ChatEncoder:
     def _take(self, row: Encoded) -> Encoded:
         """A tokenised row, cut after the last supervised token."""
         if len(row.tokens) and row.tokens.max() >= self.vocabulary_bound:
-            raise Refused("token ids that the tokenizer lacks", f"{row.tokens.max()} of {self.vocabulary_bound}")
+            detail = f"{row.tokens.max()}, the largest is {self.vocabulary_bound - 1}"
+            raise Refused("token ids that the tokenizer lacks", detail)
         mask = row.mask
         if self.supervise == "last":
             before = np.flatnonzero(mask[:-1] < mask[1:])  # the last run of supervised tokens starts after the last

@@ -92,7 +92,7 @@ def _parse(text: bytes | Refused) -> Any:
     if isinstance(text, Refused):
         return text
     try:
-        return json.loads(text.decode())
+        return json.loads(text.rstrip().decode())
     except UnicodeDecodeError as error:
         return Refused("not UTF-8", f"byte {error.start}")
     except json.JSONDecodeError as error:

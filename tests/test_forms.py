@@ -222,7 +222,7 @@ def test_tokenised_rows_are_taken_as_they_are(encoder, row):
         ({"tokens": "1 2 3", "loss_mask": MASK}, "tokens or mask that are no list of integers: tokens"),
         ({"tokens": [2**70] * 16, "loss_mask": MASK}, "tokens or mask that are no list of integers: tokens"),
         ({"tokens": [-1] * 16, "loss_mask": MASK}, "token ids that the tokenizer lacks: -1 to -1"),
-        ({"tokens": [512] * 16, "loss_mask": MASK}, "token ids that the tokenizer lacks: 512 of 512"),
+        ({"tokens": [512] * 16, "loss_mask": MASK}, "token ids that the tokenizer lacks: 512, the largest is 395"),
         ({"tokens": TOKENS, "labels": [*LABELS[1:], -100]}, "labels that are not the row's tokens: shifted by one"),
         ({"tokens": TOKENS, "labels": [7] * 16}, "labels that are not the row's tokens"),
         (

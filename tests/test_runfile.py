@@ -67,11 +67,11 @@ def test_files_with_weights(run_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ('[[data.files]]\npath = "a"\nweight = 0', r"run\.toml:9: data\.files\.weight = 0: must be greater than 0$"),
-        ('[[data.files]]\npath = "a"\nwieght = 2', r"run\.toml:9: .*wieght; did you mean data\.files\.weight\?$"),
-        ("[[data.files]]\nweight = 2", r"run\.toml:7: data\.files\.path is missing$"),
-        ("files = [3]", r"run\.toml:7: data\.files has 3: must be a text or a table$"),
-        ('files = "a.jsonl"', r"run\.toml:7: data\.files = \"a\.jsonl\": must be a valid list$"),
+        ('[[data.files]]\npath = "a"\nweight = 0', r"run\.toml:10: data\.files\.weight = 0: must be greater than 0$"),
+        ('[[data.files]]\npath = "a"\nwieght = 2', r"run\.toml:10: .*wieght; did you mean data\.files\.weight\?$"),
+        ("[[data.files]]\nweight = 2", r"run\.toml:8: data\.files\.path is missing$"),
+        ("files = [3]", r"run\.toml:8: data\.files has 3: must be a text or a table$"),
+        ('files = "a.jsonl"', r"run\.toml:8: data\.files = \"a\.jsonl\": must be a valid list$"),
     ],
 )
 def test_bad_files_of_a_mix(run_path: Path, files: str, message: str) -> None:

@@ -70,7 +70,7 @@ def test_what_was_made_is_told(files, target, capsys, monkeypatch):
 def test_a_run_of_weighted_files(files, target, tiny_target_dir, tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text(
-        f'name = "t"\noutput = "out"\n[target]\npath = "{tiny_target_dir}"\n[drafter]\nlayers = 2\n'
+        f'name = "t"\noutput = "out"\n[target]\npath = "{tiny_target_dir}"\nlayer_ids = [1, 2]\n[drafter]\nlayers = 2\n'
         '[data]\nheld_out = 0\nfiles = ["one.jsonl", {path = "two.jsonl", weight = 3}]\n'
     )
     assert main(["prepare", str(path), "--show", "1"]) == 0
