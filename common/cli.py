@@ -212,7 +212,7 @@ def _prepare_files(data: tuple[Path, ...], shown: int, thinking: bool | None, **
         report = prepare_rows(data, template_kwargs=thinking_variables(thinking), progress=progress, **options)
     _show_prepared(report)
     if shown:
-        _show_rows(Rows.open(report.folder), options["target"], shown, options["trust_remote_code"])
+        _show_rows(Rows.open(report.folder), shown)
 
 
 def _prepare_run(run: "RunFile", shown: int) -> None:
@@ -235,17 +235,17 @@ def _prepare_run(run: "RunFile", shown: int) -> None:
         f"{plan.batches(0):,} batches in the first epoch, {plan.total_steps:,} steps in all"
     )
     if shown:
-        _show_rows(rows, run.target.path, shown, run.target.trust_remote_code)
+        _show_rows(rows, shown)
 
 
-def _show_rows(rows: "Rows", target: str, count: int, trust_remote_code: bool) -> None:
+def _show_rows(rows: "Rows", count: int) -> None:
     """Rows as colours tell them apart, or with marks where there are none."""
     from rich.console import Console
 
     from ..producer.show import show
 
     console = Console(highlight=False, soft_wrap=True)
-    for text in show(rows, target, count, marks=console.color_system is None, trust_remote_code=trust_remote_code):
+    for text in show(rows, count, marks=console.color_system is None):
         console.print(text)
 
 

@@ -216,7 +216,7 @@ class Plan:
         return packed.rows[packed.offsets[batch.index] : packed.offsets[batch.index + 1]].astype(np.int64)
 
     def indices(self, batch: BatchId) -> np.ndarray:
-        """Indices of a batch's prepared rows, int64, whichever use of them it is. KeyError if it is not of this plan."""
+        """Indices of the rows of a batch, int64, whichever use of them it is. KeyError if it is not of this plan."""
         return self.rows(batch) % len(self._lengths)
 
     def tokens(self, batch: BatchId) -> int:

@@ -3,6 +3,7 @@
     rows.arrow       Arrow IPC file, columns `tokens: large_list<int32>` and `mask: large_list<uint8>`, ROWS_PER_BATCH
                      rows in a record batch, so that row i is in batch i // ROWS_PER_BATCH and costs two slices
     used_tokens.npy  the token ids that occur, int32, ascending
+    format.json      tokenizer and chat templates that made them, which `paceline prepare --show` reads them with
     meta.json        what the rows were prepared from, their digest and counts
 
 `paceline.producer.prepare` writes the folder once; workers, trainer, ranks and audit read it.
@@ -200,6 +201,12 @@ class RowsWriter:
         self.tokens += len(tokens)
         self.supervised += int(mask.sum(dtype=np.int64))
         self._pending = []
+
+    def add_file(self, name: str, text: str) -> None:
+        """A file beside the rows, for `Rows.folder`'s readers."""
+        with (self._scratch / name).open("w", encoding="utf-8") as file:
+            file.write(text)
+            _sync(file)
 
     def finish(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Complete the folder, of one row at least, and put it in place, replacing an earlier one.

@@ -38,6 +38,7 @@ from .forms import Encoded, Refused
 if TYPE_CHECKING:
     from ..common.runfile import RunFile
 
+FORMAT_FILE = "format.json"
 _SERIAL_CHUNKS = 12  # up to so many chunks, starting processes costs more than it saves
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _EXAMPLES = 3  # examples kept of each reason
@@ -167,6 +168,7 @@ def prepare(
             **options.to_json(),
         }
         with RowsWriter(folder) as writer:
+            writer.add_file(FORMAT_FILE, json.dumps(asdict(chat), sort_keys=True))
             made = _write(writer, counts, _Tokeniser(chat, options), progress, processes)
             meta = writer.finish(about | made)
         return _report(folder, meta, paths, cached=False)
@@ -292,6 +294,14 @@ def load_format(target: str, trust_remote_code: bool = False) -> ChatFormat:
         templates,
         {name: _plain(value) for name, value in tokenizer.special_tokens_map.items()},
     )
+
+
+def saved_format(folder: Path) -> ChatFormat:
+    """The chat format that the rows of a folder were prepared with. ConfigError if it is not there."""
+    try:
+        return ChatFormat(**json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder}: {FORMAT_FILE} cannot be read ({error}): prepare the rows again") from error
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..common.rows import Rows
-from .prepare import load_format
+from .prepare import saved_format
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -18,16 +18,14 @@ OPENING, CLOSING = "⟦", "⟧"  # around supervised tokens where there is no co
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline; a terminal would obey some
 
 
-def show(
-    rows: Rows, target: str, count: int, *, marks: bool = False, trust_remote_code: bool = False
-) -> Iterator["Text"]:
+def show(rows: Rows, count: int, *, marks: bool = False) -> Iterator["Text"]:
     """Rows as rich text, `count` of them, from each file in turn: supervised tokens in green, the rest dim.
 
     marks: supervised tokens stand between ⟦ and ⟧ too, for output without colour. Control characters are escaped."""
     from rich.text import Text
     from tokenizers import Tokenizer
 
-    tokenizer: Tokenizer = Tokenizer.from_str(load_format(target, trust_remote_code).tokenizer)
+    tokenizer: Tokenizer = Tokenizer.from_str(saved_format(rows.folder).tokenizer)
     yield Text(f"supervised tokens: {OPENING}like this{CLOSING}" if marks else "supervised tokens are green", "bold")
     for index, name in islice(_in_turn(rows), count):
         row = rows.row(index)

@@ -302,9 +302,10 @@ def test_reasoning_that_a_template_leaves_out_is_refused(encoder):
         else:
             expected = "the template leaves out the answer's reasoning"
             assert reason(encoder(), {"messages": [TURNS[0], answer]}).startswith(expected)
-    plain_prompt = OPENS_THINKING.replace("<think>\n'", "'")
+    inline = {"role": "assistant", "content": f"<think>It opens.</think>{ANSWER}"}
+    plain_prompt = encoder(OPENS_THINKING.replace("<think>\n'", "'"))
     expected = "the template leaves out the answer's reasoning: messages[1]"
-    assert reason(encoder(plain_prompt), {"messages": [TURNS[0], answer]}) == expected
+    assert reason(plain_prompt, {"messages": [TURNS[0], inline]}) == expected
 
 
 @pytest.mark.parametrize(

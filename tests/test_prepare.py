@@ -440,7 +440,7 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path, chat_file, tiny_tokenize
         for name in "ab"
     ]
     names = sorted(path.name for path in folders[0].iterdir())
-    assert names == ["meta.json", "rows.arrow", "used_tokens.npy"]
+    assert names == ["format.json", "meta.json", "rows.arrow", "used_tokens.npy"]
     for name in names:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 

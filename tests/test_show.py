@@ -31,7 +31,7 @@ def target(tiny_tokenizer_dir, monkeypatch, tmp_path):
 
 def test_supervised_tokens_are_green(files, target):
     rows = Rows.open(prepare(files, target=target).folder)
-    legend, first, second = show(rows, target, 2)
+    legend, first, second = show(rows, 2)
     assert "green" in legend.plain
     green = [first.plain[span.start : span.end] for span in first.spans if "green" in str(span.style)]
     assert green == [ANSWER + "<|im_end|>"]
@@ -48,7 +48,7 @@ def test_marks_stand_in_for_colour(files, target, capsys):
     assert f"<|im_start|>assistant\n⟦{ANSWER}<|im_end|>⟧\n" in out
     whole, marked = (part[part.index("\nrow 0") :] for part in (out.replace("⟦", "").replace("⟧", ""), out))
     rows = Rows.open(prepare(files, target=target).folder)
-    assert "".join(text.plain + "\n" for text in list(show(rows, target, 9))[1:]) == whole
+    assert "".join(text.plain + "\n" for text in list(show(rows, 9))[1:]) == whole
     assert marked.count("⟦") == marked.count("⟧") == 3
 
 
