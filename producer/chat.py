@@ -20,6 +20,7 @@ but with a fixed date, so that the same data give the same tokens on any day. Ne
 once the `ChatFormat` is there, so the processes that tokenise stay small.
 """
 
+import bisect
 import json
 import re
 import unicodedata
@@ -35,7 +36,7 @@ import numpy as np
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from ..common.errors import ConfigError
 from .forms import CLOSE, OPEN, Conversation, Encoded, Refused, first_line, read
@@ -153,26 +154,27 @@ class ChatEncoder:
         """One row of messages[:end], the answers `chosen` supervised, cut after the last supervised token."""
         whole = renderings.text(end)
         encoding = self.tokenizer.encode(whole, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
-        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        ids = encoding.ids
         mask = np.zeros(len(ids), np.uint8)
         for at, answer in zip(chosen, renderings.answers(end, chosen), strict=True):
             message, text = renderings.messages[at], whole[answer.start : answer.end]
             if answer.end_token:
                 _check_text(text, message, at)
-            first = _token_at(starts, ends, answer.start)
+            first = _token_at(encoding, answer.start)
             if finished or at != chosen[-1]:
-                last = _token_at(starts, ends, answer.end)
-                if last == len(ids) or starts[last] != answer.end or ids[last] != self.end_tokens[answer.end_token]:
+                last = _token_at(encoding, answer.end)
+                start, _ = encoding.token_to_chars(last) or (len(whole), 0)
+                if start != answer.end or ids[last] != self.end_tokens[answer.end_token]:
                     raise Refused("the end token is not a token of its own", f"messages[{at}]")
                 past = last + 1
             else:
                 # Up to the last token that lies within what was written.
-                last = past = int(np.searchsorted(ends, answer.start + _written(text, message), side="right"))
+                ends = [end for _, end in encoding.offsets]
+                last = past = bisect.bisect_right(ends, answer.start + _written(text, message))
                 text = whole[answer.start : ends[last - 1]] if last > first else ""
-            self._check_decoding(encoding.ids, first, last, text, at)
+            self._check_decoding(ids, first, last, text, at)
             mask[first:past] = 1
-        return cut_after_supervised(ids, mask)
+        return cut_after_supervised(np.array(ids, np.int32), mask)
 
     def _check_decoding(self, ids: list[int], first: int, last: int, text: str, at: int) -> None:
         """Decoding ids[first:last] gives `text`; after the token before it, as some decoders strip a leading space."""
@@ -335,10 +337,17 @@ def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def _token_at(starts: np.ndarray, ends: np.ndarray, position: int) -> int:
+def _token_at(encoding: Encoding, position: int) -> int:
     """The first token at or after a character position. Raises Refused if a token lies across it."""
-    token = int(np.searchsorted(starts, position))
-    if token > 0 and ends[token - 1] > position and starts[token - 1] < position:
+    token = encoding.char_to_token(position)  # far less than all offsets as Python values
+    if token is None:  # no token holds the character there
+        token = bisect.bisect_left(encoding.offsets, (position, 0))
+        start, end = encoding.offsets[token - 1] if token else (position, position)
+    else:
+        start, end = encoding.token_to_chars(token) or (position, position)
+        while token and encoding.token_to_chars(token - 1) == (position, position):
+            token -= 1  # tokens of no characters are what comes after, too
+    if start < position < end:
         raise Refused("a token lies across an answer's boundary", f"character {position}")
     return token
 
