@@ -31,7 +31,7 @@ from ..common.locks import FileLock
 from ..common.paths import cache_dir
 from ..common.record import MIN_ROW_TOKENS
 from ..common.rows import RowsWriter, has_scratch, remove_scratch
-from .chat import ChatEncoder, ChatFormat, cut_after_supervised, thinking_variables
+from .chat import ChatEncoder, ChatFormat, Outline, cut_after_supervised, thinking_variables
 from .chatfiles import Chunk, check_names, read_chunks
 from .forms import Encoded, Refused
 
@@ -331,24 +331,26 @@ class _Tokeniser:
         kept: list[Encoded] = []
         dropped: list[tuple[str, str, str]] = []
         cut = 0
-        for place, row in chunk.rows():
-            for made in self._encode(row):
-                fitted = made if isinstance(made, Refused) else self._fit(made)
-                if isinstance(fitted, Refused):
-                    dropped.append((place, fitted.reason, fitted.detail))
-                else:
-                    kept.append(fitted)
-                    cut += fitted is not made
+        outlined = [(place, made) for place, row in chunk.rows() for made in self._outline(row)]
+        tokenised = iter(self.encoder.tokenise([made for _, made in outlined if isinstance(made, Outline)]))
+        for place, made in outlined:
+            row = next(tokenised) if isinstance(made, Outline) else made
+            fitted = row if isinstance(row, Refused) else self._fit(row)
+            if isinstance(fitted, Refused):
+                dropped.append((place, fitted.reason, fitted.detail))
+            else:
+                kept.append(fitted)
+                cut += fitted is not row
         lengths = np.array([len(row.tokens) for row in kept], np.int64)
         tokens = np.concatenate([np.zeros(0, np.int32), *(row.tokens for row in kept)])
         mask = np.concatenate([np.zeros(0, np.uint8), *(row.mask for row in kept)])
         return _Result(chunk.file, len(chunk), cut, lengths, tokens, mask, dropped)
 
-    def _encode(self, row: Any) -> list[Encoded | Refused]:
+    def _outline(self, row: Any) -> list[Outline | Encoded | Refused]:
         if isinstance(row, Refused):
             return [row]
         try:
-            return self.encoder.encode(row)
+            return self.encoder.outline(row)
         except Refused as refused:
             return [refused]
 
@@ -370,6 +372,7 @@ _in_process: _Tokeniser | None = None
 def _start_process(chat: ChatFormat, options: _Options) -> None:
     global _in_process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each CPU has a process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent can't
     _in_process = _Tokeniser(chat, options)
 
