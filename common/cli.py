@@ -9,7 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
     from ..producer.prepare import PrepareReport
+    from .rows import Rows
     from .runfile import RunFile
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -138,7 +140,7 @@ def demo(out: Path, data: Path | None, plain: bool) -> int:
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use, 0 for CPU. Default: all of this machine.")
 @click.option("--split", metavar="N-M", help="N workers and M trainer ranks. Default: 3-1 on 4 GPUs, 5-3 on 8.")
 @click.option(
-    "--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (.jsonl, .jsonl.gz, .parquet)."
+    "--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (.jsonl, .json, .gz, .parquet)."
 )
 @click.option("--name", help="The run's name. Default: from the target.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
@@ -171,37 +173,49 @@ def init(
 )
 @click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
+@click.option(
+    "--show",
+    "shown",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Print N rows with what is supervised.",
+)
 @_set_option
-def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], **options: Any) -> None:
+def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], shown: int, **options: Any) -> None:
     """Turn chat files into token rows with loss masks.
 
-    DATA are chat files (.jsonl, .jsonl.gz, .parquet). Or it is one run file: then its data are prepared as its settings
-    say and its target is fetched or converted, and nothing else; `paceline up` begins with this.
+    DATA are chat files (.jsonl, .json, either with .gz, .parquet). Or it is one run file: then its data are prepared as
+    its settings say and its target is fetched or converted, and nothing else; `paceline up` begins with this. What of
+    the data can't be used is left out, with file, line and reason; docs/data.md lists forms and reasons.
     """
     first = next(iter(data))
     if first.suffix == ".toml":
         given = click.get_current_context().get_parameter_source
         if len(data) > 1 or any(given(name) is click.core.ParameterSource.COMMANDLINE for name in options):
             raise UsageError("a run file has its own settings: give it alone, and change them with --set")
-        _prepare_run(_load(first, overrides))
+        _prepare_run(_load(first, overrides), shown)
     elif overrides:
         raise UsageError("--set changes a run file, and none is given")
     elif not options["target"]:
         raise UsageError("--target is missing: the model whose tokenizer and chat template are used")
     else:
-        _prepare_files(data, **options)
+        _prepare_files(data, shown, **options)
 
 
-def _prepare_files(data: tuple[Path, ...], thinking: bool | None, **options: Any) -> None:
+def _prepare_files(data: tuple[Path, ...], shown: int, thinking: bool | None, **options: Any) -> None:
+    from ..producer.chat import thinking_variables
     from ..producer.prepare import prepare as prepare_rows
+    from .rows import Rows
 
-    template = {} if thinking is None else {"enable_thinking": thinking}
     with _counter("conversations") as progress:
-        report = prepare_rows(data, template_kwargs=template, progress=progress, **options)
+        report = prepare_rows(data, template_kwargs=thinking_variables(thinking), progress=progress, **options)
     _show_prepared(report)
+    if shown:
+        _show_rows(Rows.open(report.folder), shown)
 
 
-def _prepare_run(run: "RunFile") -> None:
+def _prepare_run(run: "RunFile", shown: int) -> None:
     """What trainer and workers would each do first, done once: rows, target, and the checks that need no weights."""
     from ..producer.prepare import prepare_run
     from .dataset import prepared_rows
@@ -211,7 +225,7 @@ def _prepare_run(run: "RunFile") -> None:
     if run.data.files:
         with _counter("conversations") as progress:
             report = prepare_run(run, progress)
-        _show_prepared(report)
+        _show_prepared(report, [file.weight for file in run.data.files])
     rows = prepared_rows(run)
     info = target_info(run.target.path, run.target.trust_remote_code)
     layers = resolve_layer_ids(run, info)
@@ -220,6 +234,19 @@ def _prepare_run(run: "RunFile") -> None:
         f"target {info.model_type}, {info.num_layers} layers of {info.hidden_size}; records layers {layers}\n"
         f"{plan.batches(0):,} batches in the first epoch, {plan.total_steps:,} steps in all"
     )
+    if shown:
+        _show_rows(rows, shown)
+
+
+def _show_rows(rows: "Rows", count: int) -> None:
+    """Rows as colours tell them apart, or with marks where there are none."""
+    from rich.console import Console
+
+    from ..producer.show import show
+
+    console = Console(highlight=False, soft_wrap=True)
+    for text in show(rows, count, marks=console.color_system is None):
+        console.print(text)
 
 
 @contextlib.contextmanager
@@ -228,14 +255,28 @@ def _counter(what: str) -> Iterator[Callable[[int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    yield lambda done: click.echo(f"\r{done:,} {what}", nl=False, err=True)
+    start = time.monotonic()
+
+    def count(done: int) -> None:
+        rate = done / max(time.monotonic() - start, 1e-3)
+        click.echo(f"\r{done:,} {what}, {rate:,.0f}/s\033[K", nl=False, err=True)
+
+    yield count
     click.echo("\r\033[K", nl=False, err=True)
 
 
-def _show_prepared(report: "PrepareReport") -> None:
+def _show_prepared(report: "PrepareReport", weights: Sequence[float] = ()) -> None:
+    """What a preparation made; `weights` of the files, if a run file gives them."""
     found = " (prepared before)" if report.cached else ""
+    share = f"{report.supervised / report.tokens:.0%}"
     click.echo(f"{report.kept:,} rows of {report.conversations:,} conversations in {report.folder}{found}")
-    click.echo(f"{report.tokens:,} tokens, {report.supervised:,} supervised; {report.cut:,} rows cut")
+    click.echo(f"{report.tokens:,} tokens, {report.supervised:,} ({share}) supervised; {report.cut:,} rows cut")
+    weights = weights or [1.0] * len(report.files)
+    if len(report.files) > 1 or weights != [1.0]:
+        for file, weight in zip(report.files, weights, strict=True):
+            uses = "" if weight == 1 else f", weight {weight:g}: about {file.rows * weight:,.0f} uses in an epoch"
+            left_out = f", {file.dropped:,} dropped" if file.dropped else ""
+            click.echo(f"    {file.name}: {file.rows:,} rows, {file.tokens:,} tokens{left_out}{uses}")
     for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
         click.echo(f"{count:,} dropped: {reason}")
     for example in report.examples:

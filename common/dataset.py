@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PREPARE_VERSION = 1
+PREPARE_VERSION = 2
 """Part of the cache key: raised when the same input gives other rows."""
 
 _TOKENIZER_FILES = (
@@ -77,10 +77,10 @@ def _check_tokenizer(rows: Rows, target: str, trust_remote_code: bool) -> None:
         )
 
 
-def cache_key(files: Sequence[Path], tokenizer: str, options: Mapping[str, Any]) -> str:
-    """Names the prepared rows of `files` for a tokenizer's digest and options (values that JSON can hold)."""
-    contents = [file_digest(path) for path in files]
-    parts = {"version": PREPARE_VERSION, "tokenizer": tokenizer, "options": dict(options), "files": contents}
+def cache_key(files: Sequence[str], tokenizer: str, options: Mapping[str, Any]) -> str:
+    """Names the prepared rows of files, given by their digests, for a tokenizer's digest and options (values that JSON
+    can hold)."""
+    parts = {"version": PREPARE_VERSION, "tokenizer": tokenizer, "options": dict(options), "files": list(files)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 

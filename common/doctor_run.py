@@ -116,11 +116,13 @@ def _readable(name: str, path: Path) -> Check:
 
 
 def _data(run: "RunFile") -> Iterator[Check]:
+    from .runfile import CHAT_SUFFIXES
+
     if run.data.rows is not None:
         yield _readable("data", Path(run.data.rows) / "rows.arrow")
-    for file in map(Path, run.data.files):
-        if not file.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-            yield Check("data", "FAIL", f"{file} is no chat file by its name", "give .jsonl, .jsonl.gz or .parquet")
+    for file in (Path(file.path) for file in run.data.files):
+        if not file.name.endswith(CHAT_SUFFIXES):
+            yield Check("data", "FAIL", f"{file} is no chat file by its name", f"give {', '.join(CHAT_SUFFIXES)}")
         elif file.is_file() and not file.stat().st_size:
             yield Check("data", "FAIL", f"{file} is empty", "put conversations in it")
         else:

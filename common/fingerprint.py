@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .target_info import TargetInfo
 
 MAX_JSON_BYTES = 3000  # it shares the ring's header page
+_MAX_MIX = 300  # characters of the files' rows and weights; a hash stands for longer ones
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids:
 
     How long a run lasts, how many processes it has and how the drafter learns may change under it; these may not.
     """
+    mix = " ".join(f"{rows}x{weight!r}" for rows, weight in run.data.mix(rows.meta))
+    if len(mix) > _MAX_MIX:
+        mix = hashlib.sha256(mix.encode()).hexdigest()
     return Fingerprint(
         {
             "target": info.identity,
@@ -76,5 +80,6 @@ def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids:
             "packer": run.stream.packer,
             "held_out": run.data.held_out,
             "batches_per_step": run.trainer.batches_per_step,
+            **({"weights": mix} if mix else {}),
         }
     )

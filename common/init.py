@@ -85,7 +85,7 @@ path = {target_text}  # local folder, GGUF file or hub id
 dtype = "bfloat16"
 
 [data]
-files = [{data}]  # chat files: .jsonl, .jsonl.gz, .parquet
+files = [{data}]  # chat files; {{path = …, weight = …}} for a mix (docs/data.md)
 max_length = {max_length}  # tokens; longer rows are cut
 held_out = 64  # rows never trained on, for evaluation
 

@@ -6,6 +6,10 @@ and packed into batches of at most `token_budget` tokens. Steps never mix epochs
 and its last step may hold fewer than G records. A limit on steps or tokens cuts the last epoch, so that what has been
 trained or listed when the run ends is exactly the plan, and a plan with a limit is a prefix of the one without.
 
+With weights, an epoch uses weight × the rows of each file, going round and round in an order of the file's rows that is
+drawn once: weight 0.5 uses one half in even epochs and the other in odd ones, weight 2 all of them twice. So no row is
+used again before all others of its file, and over 1 / weight epochs all are used equally often.
+
 Held-out rows are drawn by seed, packed once, and evaluated in whole at each evaluation.
 
 Randomness is the raw 64-bit output of Philox, sorted stably: numpy promises that stream for ever and on every
@@ -13,8 +17,10 @@ platform, which it doesn't for `Generator.permutation`. A million rows pack in a
 """
 
 import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +39,10 @@ _KEPT_INTS = 1 << 24  # row indices kept packed in memory; older epochs are pack
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """What decides the batches, beside the rows' lengths. `dataset` is the digest of the prepared rows."""
+    """What decides the batches, beside the rows' lengths. `dataset` is the digest of the prepared rows.
+
+    mix: number of rows and weight of each file, in the rows' order; empty if all weights are 1.
+    """
 
     dataset: str
     seed: int
@@ -41,6 +50,7 @@ class PlanSpec:
     max_length: int
     packer: str
     held_out: int
+    mix: tuple[tuple[int, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,7 +60,7 @@ class PlanSpec:
 class _Packed:
     """Batches of one epoch: batch b holds rows[offsets[b]:offsets[b+1]], tokens[b] in all."""
 
-    rows: np.ndarray  # int32 [rows of the epoch]
+    rows: np.ndarray  # int32 or int64 [rows of the epoch], row ids
     offsets: np.ndarray  # int64 [batches + 1]
     tokens: np.ndarray  # int64 [batches]
 
@@ -90,6 +100,7 @@ class Plan:
         order = _shuffled(len(self._lengths), spec.seed, Kind.EVAL, 0)
         held_out, training = np.sort(order[: spec.held_out]), np.sort(order[spec.held_out :])
         self._training = training
+        self._files = _file_orders(spec, training)
         self._eval = _pack(held_out, self._lengths, spec)
         self._packed: dict[int, _Packed] = {}
         self._batches: list[int] = []  # per epoch, after the cut
@@ -119,7 +130,7 @@ class Plan:
     def _epoch(self, epoch: int) -> _Packed:
         packed = self._packed.get(epoch)
         if packed is None:
-            rows = self._training
+            rows = self._epoch_rows(epoch)
             if self.spec.packer == "first-fit":
                 rows = rows[_shuffled(len(rows), self.spec.seed, Kind.TRAIN, epoch)]
             packed = _pack(rows, self._lengths, self.spec)
@@ -127,6 +138,21 @@ class Plan:
             # A new dict each time, so that threads reading the old one are not disturbed.
             self._packed = {**dict(list(self._packed.items())[1 - keep :]), epoch: packed}
         return packed
+
+    def _epoch_rows(self, epoch: int) -> np.ndarray:
+        """The row ids of an epoch, ascending."""
+        if not self.spec.mix:
+            return self._training
+        ids = [np.zeros(0, np.int64)]
+        for order, weight in self._files:
+            share = weight * len(order)
+            turns = np.arange(math.floor(epoch * share), math.floor((epoch + 1) * share))
+            uses = (turns - turns[:1]) // max(len(order), 1)  # before it in this epoch
+            ids.append(order[turns % max(len(order), 1)] + uses * len(self._lengths))
+        found = np.sort(np.concatenate(ids))
+        if not len(found):
+            raise ConfigError(f"the weights of data.files leave epoch {epoch} without a row: raise them")
+        return found
 
     @property
     def total_steps(self) -> int:
@@ -185,9 +211,13 @@ class Plan:
         return 0 <= batch.number < self.epochs and 0 <= batch.index < self._batches[batch.number]
 
     def rows(self, batch: BatchId) -> np.ndarray:
-        """Row indices of a batch, int64, in the order they are packed. KeyError if it is not of this plan."""
+        """Row ids of a batch, int64, in the order they are packed. KeyError if it is not of this plan."""
         packed = self._packed_of(batch)
         return packed.rows[packed.offsets[batch.index] : packed.offsets[batch.index + 1]].astype(np.int64)
+
+    def indices(self, batch: BatchId) -> np.ndarray:
+        """Indices of the rows of a batch, int64, whichever use of them it is. KeyError if it is not of this plan."""
+        return self.rows(batch) % len(self._lengths)
 
     def tokens(self, batch: BatchId) -> int:
         """Context tokens of a batch. KeyError if it is not of this plan."""
@@ -231,6 +261,7 @@ def plan_from(run: "RunFile", rows: "Rows") -> Plan:
         max_length=run.data.max_length,
         packer=run.stream.packer,
         held_out=run.data.held_out,
+        mix=run.data.mix(rows.meta),
     )
     return Plan(
         spec,
@@ -271,20 +302,31 @@ def _shuffled(count: int, seed: int, kind: Kind, number: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
+def _file_orders(spec: PlanSpec, training: np.ndarray) -> list[tuple[np.ndarray, Fraction]]:
+    """Of each file of a mix its training rows, in the order in which they are used, and its weight as written."""
+    ends = np.cumsum([0, *(rows for rows, _ in spec.mix)])
+    orders = []
+    for file, (_, weight) in enumerate(spec.mix):
+        rows = training[np.searchsorted(training, ends[file]) : np.searchsorted(training, ends[file + 1])]
+        order = _shuffled(len(rows), spec.seed, Kind.EVAL, 1 + file)  # draw 0 of this kind chose the held-out rows
+        orders.append((rows[order], Fraction(str(weight))))
+    return orders
+
+
 def _pack(rows: np.ndarray, lengths: np.ndarray, spec: PlanSpec) -> _Packed:
-    """Pack rows, in their order, into batches of at most spec.token_budget tokens."""
+    """Pack row ids, in their order, into batches of at most spec.token_budget tokens."""
     if len(rows) == 0:
         return _Packed(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.int64))
     # A row never counts for less than MIN_ROW_TOKENS, which also bounds the rows of a batch.
-    costs = np.maximum(lengths[rows], MIN_ROW_TOKENS).tolist()
+    costs = np.maximum(lengths[rows % len(lengths)], MIN_ROW_TOKENS).tolist()
     fit = _first_fit if spec.packer == "first-fit" else _sequential
     batch_of = np.array(fit(costs, spec.token_budget), np.int64)
     order = np.argsort(batch_of, kind="stable")
-    rows = rows[order].astype(np.int32)
+    rows = rows[order].astype(np.int32 if rows.max() <= np.iinfo(np.int32).max else np.int64)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(batch_of))]).astype(np.int64)
     if len(offsets) - 1 > MAX_INDEX:
         raise ConfigError(f"{len(offsets) - 1} batches in an epoch are more than {MAX_INDEX}: raise token_budget")
-    return _Packed(rows, offsets, np.add.reduceat(lengths[rows].astype(np.int64), offsets[:-1]))
+    return _Packed(rows, offsets, np.add.reduceat(lengths[rows % len(lengths)].astype(np.int64), offsets[:-1]))
 
 
 def _first_fit(costs: list[int], budget: int) -> list[int]:

@@ -3,11 +3,15 @@
     rows.arrow       Arrow IPC file, columns `tokens: large_list<int32>` and `mask: large_list<uint8>`, ROWS_PER_BATCH
                      rows in a record batch, so that row i is in batch i // ROWS_PER_BATCH and costs two slices
     used_tokens.npy  the token ids that occur, int32, ascending
+    format.json      tokenizer and chat templates that made them, which `paceline prepare --show` reads them with
     meta.json        what the rows were prepared from, their digest and counts
 
 `paceline.producer.prepare` writes the folder once; workers, trainer, ranks and audit read it.
 
 mask[t] = 1: token t is supervised (assistant text and its end token; not the end token of an answer that was cut).
+
+A row id names one use of a row in an epoch: the row's index, plus len(rows) for each use before it in that epoch.
+Without weights above 1 row ids are indices. Anchors are drawn by row id, so that each use trains other ones.
 """
 
 import hashlib
@@ -27,8 +31,10 @@ from . import faults
 from .errors import ConfigError
 from .record import MIN_ROW_TOKENS
 
-ROWS_VERSION = 1
+ROWS_VERSION = 2
 ROWS_PER_BATCH = 1024
+MAX_WEIGHT = 100
+"""Most uses of a row in an epoch."""
 _SCHEMA = pa.schema([("tokens", pa.large_list(pa.int32())), ("mask", pa.large_list(pa.uint8()))])
 
 
@@ -81,14 +87,19 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def row(self, index: int) -> Row:
-        """Tokens int32 [T] and mask uint8 [T] of a row, read-only views of the mapping. IndexError out of range."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} is not in 0..{len(self) - 1}")
-        at, within = divmod(int(index), ROWS_PER_BATCH)
+    def row(self, row_id: int) -> Row:
+        """Tokens int32 [T] and mask uint8 [T] of a row, read-only views of the mapping. IndexError if it is none."""
+        if not 0 <= row_id < self.ids:
+            raise IndexError(f"row {row_id} is none of {len(self)} rows")
+        at, within = divmod(int(row_id) % len(self), ROWS_PER_BATCH)
         batch = self._batches[at]
         start, end = batch.offsets[within], batch.offsets[within + 1]
         return Row(batch.tokens[start:end], batch.mask[start:end])
+
+    @property
+    def ids(self) -> int:
+        """One more than the largest row id."""
+        return len(self) * MAX_WEIGHT
 
     @property
     def total_tokens(self) -> int:
@@ -153,7 +164,7 @@ class RowsWriter:
         self._writer = pa.ipc.new_file(self._file, _SCHEMA)
         self._pending: list[Row] = []
         self._digest = hashlib.sha256()
-        self._used = np.zeros(0, np.int32)
+        self._used = np.zeros(1 << 18, bool)  # by token id; grows
         self.rows = self.tokens = self.supervised = 0
 
     def __enter__(self) -> "RowsWriter":
@@ -183,11 +194,19 @@ class RowsWriter:
         self._writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
         for array in (lengths, tokens, mask):
             self._digest.update(array.tobytes())
-        self._used = np.union1d(self._used, tokens)
+        if (bound := int(tokens.max()) + 1) > len(self._used):
+            self._used = np.concatenate([self._used, np.zeros(bound, bool)])
+        self._used[tokens] = True
         self.rows += len(lengths)
         self.tokens += len(tokens)
         self.supervised += int(mask.sum(dtype=np.int64))
         self._pending = []
+
+    def add_file(self, name: str, text: str) -> None:
+        """A file beside the rows, for `Rows.folder`'s readers."""
+        with (self._scratch / name).open("w", encoding="utf-8") as file:
+            file.write(text)
+            _sync(file)
 
     def finish(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Complete the folder, of one row at least, and put it in place, replacing an earlier one.
@@ -199,7 +218,8 @@ class RowsWriter:
         self._writer.close()
         _sync(self._file)
         with (self._scratch / "used_tokens.npy").open("wb") as file:
-            np.save(file, self._used.astype("<i4"))
+            used = np.flatnonzero(self._used).astype("<i4")
+            np.save(file, used)
             _sync(file)
         faults.point("rows.half-written")
         meta = meta | {
@@ -207,7 +227,7 @@ class RowsWriter:
             "rows": self.rows,
             "tokens": self.tokens,
             "supervised": self.supervised,
-            "vocab_bound": int(self._used[-1]) + 1,
+            "vocab_bound": int(used[-1]) + 1,
             "digest": self._digest.hexdigest(),
         }
         with (self._scratch / "meta.json").open("w") as file:

@@ -28,6 +28,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
 
 INIT_KINDS = ("random", "target")  # of drafter.init_from; any other is the drafter to start from
+CHAT_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 NONE = "none"  # how a run file says that a setting with a default is off; TOML has no null
 
@@ -60,12 +61,24 @@ class TargetSettings(Section):
     trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model")
 
 
-class DataSettings(Section):
-    """The conversations to train on. Exactly one of `files` and `rows` is given."""
+class DataFile(Section):
+    """A chat file of a mix. A path alone, as a text, stands for a file of weight 1."""
 
-    files: list[str] = Field(
+    path: str = Field(description="Chat file")
+    weight: Annotated[float, Field(gt=0, le=100)] = Field(
+        default=1.0,
+        description="How often an epoch uses each row of the file: 0.25 uses a quarter of them, another one each "
+        "epoch, and 2 all of them twice",
+    )
+
+
+class DataSettings(Section):
+    """The conversations to train on (docs/data.md). Exactly one of `files` and `rows` is given."""
+
+    files: list[DataFile] = Field(
         default_factory=list,
-        description="Chat files (.jsonl, .jsonl.gz, .parquet); prepared into the cache on first use",
+        description=f"Chat files ({', '.join(CHAT_SUFFIXES)}), prepared into the cache on first use. A file is a path, "
+        "or a table with a path and a weight",
     )
     rows: str | None = Field(default=None, description="Folder written by `paceline prepare --out`")
     max_length: PositiveInt = Field(default=3072, description="Longest row in tokens; longer ones are cut")
@@ -74,12 +87,27 @@ class DataSettings(Section):
     )
     thinking: bool | None = Field(
         default=None,
-        description="Passed to the chat template as enable_thinking: the mode that will be served. Default: the "
-        "template's own",
+        description="Passed to the chat template as enable_thinking and thinking: the mode that will be served. "
+        "Default: the template's own",
     )
     held_out: NonNegativeInt = Field(
         default=64, description="Rows set aside for evaluation, drawn by seed, never trained on"
     )
+
+    def mix(self, meta: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+        """Number of rows and weight of each file, in the rows' order; empty if all weights are 1. `meta` is that of the
+        prepared rows."""
+        weights = [file.weight for file in self.files]
+        if all(weight == 1 for weight in weights):
+            return ()
+        return tuple((file["rows"], weight) for file, weight in zip(meta["files"], weights, strict=True))
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _paths(cls, files: Any) -> Any:
+        return (
+            [{"path": file} if isinstance(file, str) else file for file in files] if isinstance(files, list) else files
+        )
 
 
 class StreamSettings(Section):
@@ -339,11 +367,24 @@ def _sections() -> dict[str, type[Section]]:
     return {n: f.annotation for n, f in fields if isinstance(f.annotation, type) and issubclass(f.annotation, Section)}
 
 
+def _table_model(field: FieldInfo) -> type[Section] | None:
+    """What a list of tables holds; None if the field is none."""
+    for item in typing.get_args(field.annotation) if typing.get_origin(field.annotation) is list else ():
+        if isinstance(item, type) and issubclass(item, Section):
+            return item
+    return None
+
+
 def keys() -> list[str]:
     """Every key of a run file, dotted, in order."""
     sections = _sections()
-    top = [name for name in RunFile.model_fields if name not in sections]
-    return top + [f"{section}.{key}" for section, model in sections.items() for key in model.model_fields]
+    found = [name for name in RunFile.model_fields if name not in sections]
+    for section, model in sections.items():
+        for name, field in model.model_fields.items():
+            found.append(f"{section}.{name}")
+            if table := _table_model(field):
+                found += [f"{section}.{name}.{key}" for key in table.model_fields]
+    return found
 
 
 # Loading
@@ -445,7 +486,10 @@ def _absolute(values: dict[str, Any], folder: Path) -> None:
     data, target, stream, drafter = (values.get(name) for name in ("data", "target", "stream", "drafter"))
     if isinstance(data, dict):
         if isinstance(data.get("files"), list):
-            data["files"] = [place(file) for file in data["files"]]
+            data["files"] = [
+                {**file, "path": place(file["path"])} if isinstance(file, dict) and "path" in file else place(file)
+                for file in data["files"]
+            ]
         if "rows" in data:
             data["rows"] = place(data["rows"])
     if isinstance(stream, dict):
@@ -473,7 +517,7 @@ def _key_lines(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\s*([\w.\s-]+?)\s*\]", line):
+        if header := re.match(r"\s*\[{1,2}\s*([\w.\s-]+?)\s*\]", line):
             table = re.sub(r"\s", "", header[1])
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w-]+(?:\s*\.\s*[\w-]+)*)\s*=", line):
@@ -520,6 +564,8 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
             text = message
         case "string_pattern_mismatch":
             text = f"{key} = {json.dumps(fault['input'])}: must match {fault.get('ctx', {}).get('pattern')}"
+        case "model_type" | "model_attributes_type" if isinstance(fault["loc"][-1], int):
+            text = f"{key} has {json.dumps(fault['input'], default=str)}: must be a text or a table"
         case "model_type" | "model_attributes_type":
             text = f"{key} must be a table, [{key}]"
         case _:
@@ -532,7 +578,10 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
 
 
 def toml_value(value: Any) -> str:
-    """A text, number, boolean or list of them as TOML writes it."""
+    """A text, number, boolean, data file or list of them as TOML writes it."""
+    if isinstance(value, DataFile):
+        path, weight = toml_value(value.path), toml_value(value.weight)
+        return path if value.weight == 1 else f"{{path = {path}, weight = {weight}}}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -579,6 +628,8 @@ def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(kinds) + (f' or "{NONE}"' if type(None) in arguments else "")
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "text or table"
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     bounds = [f"{signs[k]} {getattr(m, k):g}" for m in metadata for k in signs if getattr(m, k, None) is not None]
     name = {bool: "true or false", int: "whole number", float: "number", str: "text"}[annotation]
@@ -617,6 +668,10 @@ def reference_markdown() -> str:
     ]
     for name, model in _sections().items():
         lines += ["", f"## [{name}]", "", (model.__doc__ or "").strip(), "", *_reference_table(model, f"{name}.")]
+        for key, field in model.model_fields.items():
+            if table := _table_model(field):
+                what = (table.__doc__ or "").strip()
+                lines += ["", f"### [[{name}.{key}]]", "", what, "", *_reference_table(table, f"{name}.{key}.")]
     return "\n".join(lines) + "\n"
 
 

@@ -192,7 +192,7 @@ def _check_epoch(ledger: Ledger, plan: Plan, step: int, epoch: int, strict: bool
 
 
 def _listed(batch: BatchId, reason: str, plan: Plan) -> ListedBatch:
-    rows = tuple(plan.rows(batch).tolist()) if batch in plan else ()
+    rows = tuple(plan.indices(batch).tolist()) if batch in plan else ()
     return ListedBatch(str(batch), rows, reason)
 
 

@@ -12,17 +12,19 @@ A conversation is rendered as text, tokenised once, and the character spans of i
   last answer differently), each answer becomes a row of its own, rendered as the conversation that ends with it.
 - An answer's span ends with its end token (`<|im_end|>`), not with white space after it. Decoding the tokens of the
   span must give the answer's text and end token exactly. What doesn't is `Refused` with a reason, never guessed.
-- `finished: false`: the last answer stopped at a length limit. It is supervised, but no end token follows it.
+- `finished: false`: the last answer stopped at a length limit. It is supervised, but no end token follows it. If it
+  stopped within its thinking, the rendering is the prompt and the answer as it is: a template would close the thinking.
 
 Templates run in the sandbox of transformers' own renderer with the same filters and globals (a test compares the two),
 but with a fixed date, so that the same data give the same tokens on any day. Neither transformers nor torch is needed
 once the `ChatFormat` is there, so the processes that tokenise stay small.
 """
 
+import bisect
 import json
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -34,15 +36,15 @@ import numpy as np
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from ..common.errors import ConfigError
+from .forms import CLOSE, OPEN, Conversation, Encoded, Refused, first_line, read
 
 FIXED_DATE = datetime(2025, 1, 1)
 """Today's date, to templates that ask."""
 
-# Unicode noncharacters that mark where a generation block starts and ends in the rendered text.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_GROUP_CHARACTERS = 1 << 18
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 # What a template raises on messages it can't render: its own errors and those of the Python values it works on.
@@ -57,27 +59,23 @@ _TEMPLATE_ERRORS = (
 )
 
 
-class Refused(Exception):
-    """A conversation, or one answer of it, that can't be used. `reason` is one of a few that are counted; `detail` says
-    more about this one."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
-
-
-class Encoded(NamedTuple):
-    tokens: np.ndarray  # int32 [T]
-    mask: np.ndarray  # uint8 [T], 1 where supervised; the last token is
-
-
 class _Answer(NamedTuple):
-    """Where an answer is in a rendering, in characters, and the end token that follows it."""
+    """Where an answer is in a rendering, in characters, and the end token that follows it.
+
+    written: of an answer that was cut, where what was written ends; it may have been cut within its thinking, and have
+    no end token in the rendering either ("")."""
 
     start: int
     end: int
     end_token: str
+    written: int | None = None
+
+
+class Outline(NamedTuple):
+    """A row before it is tokenised: its text, and its supervised answers, each with its message's index."""
+
+    text: str
+    answers: list[tuple[int, _Answer]]
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,11 @@ class ChatFormat:
     tokenizer: str
     templates: Mapping[str, str]
     special_tokens: Mapping[str, Any]
+
+
+def thinking_variables(thinking: bool | None) -> dict[str, Any]:
+    """The template variables of a thinking mode, by both names that templates read. None: the template's default."""
+    return {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
 
 
 class ChatEncoder:
@@ -110,6 +113,7 @@ class ChatEncoder:
         )
         self._templates = {name: _compile(text) for name, text in chat.templates.items()}
         self._marked = {name for name, text in chat.templates.items() if _GENERATION_TAG.search(text)}
+        self._takes_parts: dict[str, bool] = {}
 
     @cached_property
     def end_tokens(self) -> dict[str, int]:
@@ -122,49 +126,85 @@ class ChatEncoder:
             special[eos] = index
         return dict(sorted(special.items(), key=lambda item: -len(item[0])))
 
+    @cached_property
+    def vocabulary_bound(self) -> int:
+        """One more than the tokenizer's largest token id."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
     def encode(self, row: Any) -> list[Encoded | Refused]:
-        """The rows of a conversation: one, or one per answer. `row`: a dict with `messages` and optionally `finished`,
-        `tools` and `chat_template_kwargs`. Raises Refused if none of it can be used."""
-        messages = _messages(row)
-        finished = row.get("finished", True)
-        if not isinstance(finished, bool):
-            raise Refused("finished is neither true nor false")
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        _check_answers(messages, answers)
-        messages = messages[: answers[-1] + 1]
-        rendering = _Rendering(self, messages, _tools(row), _template_kwargs(row))
-        if all(rendering.whole.startswith(rendering.text(at + 1)) for at in answers[:-1]):
-            chosen = answers if self.supervise == "all" else answers[-1:]
-            return [self._encode_answers(rendering, chosen, finished)]
-        rows: list[Encoded | Refused] = []
-        for at in answers if self.supervise == "all" else answers[-1:]:
-            ends_here = _Rendering(self, messages[: at + 1], rendering.tools, rendering.variables)
+        """The rows of a conversation, in any of the forms of `forms.read`: one, or one per answer. Tokenised rows are
+        taken as they are. Raises Refused if none of it can be used."""
+        outlines = self.outline(row)
+        made = iter(self.tokenise([outline for outline in outlines if isinstance(outline, Outline)]))
+        rows = [next(made) if isinstance(outline, Outline) else outline for outline in outlines]
+        if len(rows) == 1 and isinstance(rows[0], Refused):
+            raise rows[0]
+        return rows
+
+    def outline(self, row: Any) -> "list[Outline | Encoded | Refused]":
+        """What `encode` does before it tokenises."""
+        conversation = read(row)
+        if isinstance(conversation, Encoded):
+            return [self._take(conversation)]
+        renderings, end = _Renderings(self, conversation), len(conversation.messages)
+        chosen = conversation.answers if self.supervise == "all" else conversation.answers[-1:]
+        whole = renderings.text(end)
+        if all(whole.startswith(renderings.text(at + 1)) for at in chosen[:-1]):
+            return [renderings.outline(end, chosen, conversation.finished)]
+        rows: list[Outline | Encoded | Refused] = []
+        for at in chosen:
             try:
-                rows.append(self._encode_answers(ends_here, [at], finished or at != answers[-1]))
+                rows.append(renderings.outline(at + 1, [at], conversation.finished or at != chosen[-1]))
             except Refused as refused:
                 rows.append(refused)
         return rows
 
-    def _encode_answers(self, rendering: "_Rendering", chosen: list[int], finished: bool) -> Encoded:
-        """One row of a rendering, the answers `chosen` supervised, cut after the last supervised token."""
-        encoding = self.tokenizer.encode(rendering.whole, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
-        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    def tokenise(self, outlines: "Sequence[Outline]") -> list[Encoded | Refused]:
+        """The row of each outline. Many at once take less time each: the tokenizer's tables stay in the CPU's cache."""
+        rows: list[Encoded | Refused] = []
+        for group in _groups(outlines):
+            texts = [outline.text for outline in group]
+            for outline, encoding in zip(
+                group, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True
+            ):
+                try:
+                    rows.append(self._mask(outline, encoding))
+                except Refused as refused:
+                    rows.append(refused)
+        return rows
+
+    def _take(self, row: Encoded) -> Encoded:
+        """A tokenised row, cut after the last supervised token."""
+        if len(row.tokens) and row.tokens.max() >= self.vocabulary_bound:
+            detail = f"{row.tokens.max()}, the largest is {self.vocabulary_bound - 1}"
+            raise Refused("token ids that the tokenizer lacks", detail)
+        mask = row.mask
+        if self.supervise == "last":
+            before = np.flatnonzero(mask[:-1] < mask[1:])  # the last run of supervised tokens starts after the last
+            mask = np.where(np.arange(len(mask)) > before[-1], mask, 0).astype(np.uint8) if len(before) else mask
+        return cut_after_supervised(row.tokens, mask)
+
+    def _mask(self, outline: "Outline", encoding: Encoding) -> Encoded:
+        """The tokens of an outline, its answers supervised, cut after the last supervised token."""
+        ids, whole = encoding.ids, outline.text
         mask = np.zeros(len(ids), np.uint8)
-        last = 0
-        for at, answer in zip(chosen, rendering.answers(chosen), strict=True):
-            text = rendering.whole[answer.start : answer.end]
-            _check_text(text, rendering.messages[at], at)
-            first, last = _token_at(starts, ends, answer.start), _token_at(starts, ends, answer.end)
-            if last == len(ids) or starts[last] != answer.end or ids[last] != self.end_tokens[answer.end_token]:
-                raise Refused("the end token is not a token of its own", f"messages[{at}]")
-            self._check_decoding(encoding.ids, first, last, text, at)
-            mask[first : last + 1] = 1
-        if not finished:
-            mask[last] = 0
-        supervised = np.flatnonzero(mask)
-        length = supervised[-1] + 1 if len(supervised) else 0
-        return Encoded(ids[:length], mask[:length])
+        for at, answer in outline.answers:
+            text = whole[answer.start : answer.end]
+            first = _token_at(encoding, answer.start)
+            if answer.written is None:
+                last = _token_at(encoding, answer.end)
+                start, _ = encoding.token_to_chars(last) or (len(whole), 0)
+                if start != answer.end or ids[last] != self.end_tokens[answer.end_token]:
+                    raise Refused("the end token is not a token of its own", f"messages[{at}]")
+                past = last + 1
+            else:
+                # Up to the last token that lies within what was written.
+                ends = [end for _, end in encoding.offsets]
+                last = past = bisect.bisect_right(ends, answer.written)
+                text = whole[answer.start : ends[last - 1]] if last > first else ""
+            self._check_decoding(ids, first, last, text, at)
+            mask[first:past] = 1
+        return cut_after_supervised(np.array(ids, np.int32), mask)
 
     def _check_decoding(self, ids: list[int], first: int, last: int, text: str, at: int) -> None:
         """Decoding ids[first:last] gives `text`; after the token before it, as some decoders strip a leading space."""
@@ -181,14 +221,34 @@ class ChatEncoder:
 
     def render(self, messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], prompt: bool) -> str:
         """The text of `messages`, with the generation prompt if `prompt`; generation blocks between marks."""
-        template = self._templates[self._template_name(tools)]
+        name = self._template_name(tools)
+        if name not in self._takes_parts:
+            self._takes_parts[name] = self._wants_parts(name)
+        if self._takes_parts[name]:
+            messages = [message | {"content": _parts(message["content"])} for message in messages]
+        return self._render(name, messages, tools, variables, prompt)
+
+    def _render(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: Any, prompt: bool) -> str:
         arguments = {**self.chat.special_tokens, **self.template_kwargs, **variables}
         try:
-            return template.render(
+            return self._templates[name].render(
                 **arguments | {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
             )
         except _TEMPLATE_ERRORS as error:
-            raise Refused("the chat template raises on it", _first_line(error)) from error
+            raise Refused("the chat template raises on it", first_line(error)) from error
+
+    def _wants_parts(self, name: str) -> bool:
+        """Whether a template reads content as a list of parts only, as some of multimodal models do: such a one leaves
+        out or raises on a text, and renders the same text as a part."""
+        word = "paceline-probe"
+
+        def renders(content: Any) -> bool:
+            try:
+                return word in self._render(name, [{"role": "user", "content": content}], None, {}, False)
+            except Refused:
+                return False
+
+        return not renders(word) and renders(_parts(word))
 
     def marks(self, tools: Any) -> bool:
         """Whether the template for these tools has generation markers."""
@@ -198,56 +258,77 @@ class ChatEncoder:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
 
 
-class _Rendering:
-    """The renderings of one conversation that finding its answers takes."""
+class _Renderings:
+    """The renderings of a conversation's beginnings, messages[:end], each made once; they tell where answers are."""
 
-    def __init__(
-        self, encoder: ChatEncoder, messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, encoder: ChatEncoder, conversation: Conversation) -> None:
         self.encoder = encoder
-        self.messages = messages
-        self.tools = tools
-        self.variables = variables
-        self._marked_whole = encoder.render(messages, tools, variables, False)
-        self.whole = _unmarked(self._marked_whole)
+        self.messages = conversation.messages
+        self._conversation = conversation
+        self._marked: dict[tuple[int, bool], str] = {}
 
-    def text(self, count: int, prompt: bool = False) -> str:
-        """The rendering of messages[:count]."""
-        return _unmarked(self.encoder.render(self.messages[:count], self.tools, self.variables, prompt))
+    def text(self, end: int, prompt: bool = False) -> str:
+        """The text of messages[:end], with the generation prompt if `prompt`."""
+        return _unmarked(self._render(end, prompt))
 
-    def answers(self, chosen: list[int]) -> list[_Answer]:
-        """The answers messages[k], k in `chosen`. Raises Refused where one can't be told."""
-        spans = self._marked_spans() if self.encoder.marks(self.tools) else None
+    def _render(self, end: int, prompt: bool) -> str:
+        if not prompt and end == len(self.messages) and self._conversation.open_thinking is not None:
+            return _continued(self._render(end - 1, True), self._conversation.open_thinking)
+        if (end, prompt) not in self._marked:
+            tools, variables = self._conversation.tools, self._conversation.variables
+            self._marked[end, prompt] = self.encoder.render(self.messages[:end], tools, variables, prompt)
+        return self._marked[end, prompt]
+
+    def outline(self, end: int, chosen: list[int], finished: bool) -> Outline:
+        """The row of messages[:end] with the answers `chosen`, the last of which has ended or not."""
+        whole, answers = self.text(end), self.answers(end, chosen)
+        for at, answer in zip(chosen, answers, strict=True):
+            if answer.end_token:
+                _check_text(whole[answer.start : answer.end], self.messages[at], at)
+        if not finished:
+            last = answers[-1]
+            written = last.start + _written(whole[last.start : last.end], self.messages[chosen[-1]])
+            answers[-1] = last._replace(written=written)
+        return Outline(whole, list(zip(chosen, answers, strict=True)))
+
+    def answers(self, end: int, chosen: list[int]) -> list[_Answer]:
+        """The answers messages[k], k in `chosen`, in the text of messages[:end]. Refused where one can't be told."""
+        whole = self.text(end)
+        spans = self._marked_spans(end) if self.encoder.marks(self._conversation.tools) else None
         found = []
         for at in chosen:
-            start, end = spans[at] if spans else self._span_between_prefixes(at)
-            found.append(self._without_end_token(start, end, at))
+            if at == len(self.messages) - 1 and self._conversation.open_thinking is not None:
+                found.append(_Answer(len(self.text(at, prompt=True)), len(whole), ""))
+                continue
+            start, past = spans[at] if spans else self._span_between_prefixes(whole, at)
+            found.append(self._without_end_token(whole, start, past, at))
         return found
 
-    def _span_between_prefixes(self, at: int) -> tuple[int, int]:
+    def _span_between_prefixes(self, whole: str, at: int) -> tuple[int, int]:
         before, after = self.text(at, prompt=True), self.text(at + 1)
-        if not (after.startswith(before) and self.whole.startswith(after)):
+        if not (after.startswith(before) and whole.startswith(after)):
             raise Refused("the generation prompt is no prefix of the rendered answer", f"messages[{at}]")
         return len(before), len(after)
 
-    def _marked_spans(self) -> dict[int, tuple[int, int]]:
+    def _marked_spans(self, end: int) -> dict[int, tuple[int, int]]:
         """Spans of the generation blocks by the message they belong to."""
         spans: list[tuple[int, int]] = []
         open_at = length = 0
-        for piece in re.split(f"([{_OPEN}{_CLOSE}])", self._marked_whole):
-            if piece == _OPEN:
+        for piece in re.split(f"([{OPEN}{CLOSE}])", self._render(end, False)):
+            if piece == OPEN:
                 open_at = length
-            elif piece == _CLOSE:
+            elif piece == CLOSE:
                 spans.append((open_at, length))
             else:
                 length += len(piece)
-        answers = [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
+        written = end - (end == len(self.messages) and self._conversation.open_thinking is not None)
+        answers = [at for at in self._conversation.answers if at < written]
         if len(spans) != len(answers):
             raise Refused("the template's generation markers do not match the answers", f"{len(spans)} blocks")
         return dict(zip(answers, spans, strict=True))
 
-    def _without_end_token(self, start: int, end: int, at: int) -> _Answer:
-        text = self.whole[start:end].rstrip()
+    def _without_end_token(self, whole: str, start: int, end: int, at: int) -> _Answer:
+        text = whole[start:end].rstrip()
         for token in self.encoder.end_tokens:
             if text.endswith(token):
                 text = text[: -len(token)]
@@ -257,149 +338,77 @@ class _Rendering:
         raise Refused("the template puts no end token after the answer", f"messages[{at}]")
 
 
-# The input
-
-
-def _messages(row: Any) -> list[dict[str, Any]]:
-    """The messages of a row as templates want them: text content, no null values, tool arguments as objects."""
-    if not isinstance(row, Mapping):
-        raise Refused("not a JSON object")
-    messages = row.get("messages")
-    if isinstance(messages, str):  # Parquet files sometimes hold them as JSON
-        messages = _parsed(messages, "messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused("no messages")
-    return [_message(message, at) for at, message in enumerate(messages)]
-
-
-def _message(message: Any, at: int) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise Refused("a message without role", f"messages[{at}]")
-    clean = {key: value for key, value in message.items() if value is not None}
-    clean["content"] = _content(message.get("content"), at)
-    if calls := clean.pop("tool_calls", None):
-        clean["tool_calls"] = _tool_calls(calls, at)
-    # As transformers does: reasoning goes by several names, and templates read one of them.
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((clean[name] for name in names if name in clean), None)
-    if reasoning is not None:
-        clean = {"thinking": reasoning, **clean, "reasoning_content": reasoning}
-    _check_characters(clean, at)
-    return clean
-
-
-def _content(content: Any, at: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts):
-            return "".join(texts)
-    if not isinstance(content, str):
-        raise Refused("content that is not text", f"messages[{at}]")
-    return content
-
-
-def _tool_calls(calls: Any, at: int) -> list[Any]:
-    """Tool calls, each one's arguments as an object: the same tokens whether they were given as text or object."""
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise Refused("tool_calls is not a list of objects", f"messages[{at}]")
-    found = []
-    for call in calls:
-        call = {key: value for key, value in call.items() if value is not None}
-        inner = call.get("function")
-        if isinstance(inner, Mapping):
-            call["function"] = {**inner, "arguments": _arguments(inner.get("arguments"), at)}
-        else:
-            call["arguments"] = _arguments(call.get("arguments"), at)
-        found.append(call)
-    return found
-
-
-def _arguments(arguments: Any, at: int) -> Any:
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments, f"messages[{at}].tool_calls") if arguments.strip() else None
-    return {} if arguments is None else arguments
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused("a field that should hold JSON does not", f"{where}: {_first_line(error)}") from error
-
-
-def _check_characters(value: Any, at: int) -> None:
-    """Refuse text that no tokenizer takes or that marks positions here."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise Refused("a lone surrogate", f"messages[{at}], character {error.start}") from error
-        for character, name in (("\0", "NUL"), (_OPEN, "noncharacter"), (_CLOSE, "noncharacter")):
-            if character in value:
-                raise Refused("a NUL or noncharacter", f"messages[{at}]: {name} at {value.index(character)}")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_characters(key, at)
-            _check_characters(item, at)
-    elif isinstance(value, list):
-        for item in value:
-            _check_characters(item, at)
-
-
-def _check_answers(messages: list[dict[str, Any]], answers: list[int]) -> None:
-    if not answers:
-        raise Refused("no assistant message")
-    first = next(at for at, message in enumerate(messages) if message["role"] not in ("system", "developer"))
-    if first == answers[0]:
-        raise Refused("the first message is the assistant's")
-
-
-def _tools(row: Mapping[str, Any]) -> Any:
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = _parsed(tools, "tools") if tools.strip() else None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise Refused("tools is not a list of objects")
-    _check_characters(tools, 0)
-    return tools or None
-
-
-def _template_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    variables = row.get("chat_template_kwargs")
-    if variables is not None and not isinstance(variables, Mapping):
-        raise Refused("chat_template_kwargs is not an object")
-    return variables or {}
-
-
-def _check_text(text: str, message: Mapping[str, Any], at: int) -> None:
-    """The rendered answer ends in the content given; templates may trim it, move thinking, and append tool calls."""
-    content = message["content"].rpartition("</think>")[2].strip()
-    kept = content in text if "tool_calls" in message else text.rstrip().endswith(content)
-    if not kept:
-        raise Refused("the template changes the answer", f"messages[{at}]")
-
-
 # The text
 
 
-def _token_at(starts: np.ndarray, ends: np.ndarray, position: int) -> int:
+def _check_text(text: str, message: Mapping[str, Any], at: int) -> None:
+    """The rendered answer holds the reasoning given and ends in the content given; templates may trim them, put
+    reasoning elsewhere in the answer, and append tool calls."""
+    thought, closing, content = message["content"].rpartition("</think>")
+    kept = content.strip() in text if "tool_calls" in message else text.rstrip().endswith(content.strip())
+    if not kept:
+        raise Refused("the template changes the answer", f"messages[{at}]")
+    reasoning = message.get("reasoning_content") or (thought.rpartition("<think>")[2] if closing else "")
+    if reasoning.strip() not in text:
+        raise Refused("the template leaves out the answer's reasoning", f"messages[{at}]")
+
+
+def _written(text: str, message: Mapping[str, Any]) -> int:
+    """How much of a rendered answer, in characters, was written before it was cut: a template closes reasoning that is
+    all there is, but the target had not."""
+    reasoning = message.get("reasoning_content", "").strip()
+    if message["content"].strip() or "tool_calls" in message or not reasoning:
+        return len(text)
+    return text.rindex(reasoning) + len(reasoning)
+
+
+def _continued(prompt: str, answer: str) -> str:
+    """A prompt and what the target wrote after it; the prompt may have opened its thinking."""
+    opened = prompt.rstrip().endswith("<think>")
+    return prompt + (answer.removeprefix("<think>").lstrip("\n") if opened else answer)
+
+
+def _groups(outlines: Sequence[Outline]) -> Iterator[list[Outline]]:
+    """In groups of a quarter of a million characters: a token of an encoding takes a hundred bytes and more."""
+    group, size = [], 0
+    for outline in outlines:
+        group.append(outline)
+        size += len(outline.text)
+        if size >= _GROUP_CHARACTERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def cut_after_supervised(tokens: np.ndarray, mask: np.ndarray) -> Encoded:
+    """A row without what follows its last supervised token; empty if there is none."""
+    supervised = np.flatnonzero(mask)
+    length = int(supervised[-1]) + 1 if len(supervised) else 0
+    return Encoded(tokens[:length], mask[:length])
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _token_at(encoding: Encoding, position: int) -> int:
     """The first token at or after a character position. Raises Refused if a token lies across it."""
-    token = int(np.searchsorted(starts, position))
-    if token > 0 and ends[token - 1] > position and starts[token - 1] < position:
+    token = encoding.char_to_token(position)  # far less than all offsets as Python values
+    if token is None:  # no token holds the character there
+        token = bisect.bisect_left(encoding.offsets, (position, 0))
+        start, end = encoding.offsets[token - 1] if token else (position, position)
+    else:
+        start, end = encoding.token_to_chars(token) or (position, position)
+        while token and encoding.token_to_chars(token - 1) == (position, position):
+            token -= 1  # tokens of no characters are what comes after, too
+    if start < position < end:
         raise Refused("a token lies across an answer's boundary", f"character {position}")
     return token
 
 
 def _unmarked(text: str) -> str:
-    return text.replace(_OPEN, "").replace(_CLOSE, "") if _OPEN in text else text
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return text.replace(OPEN, "").replace(CLOSE, "") if OPEN in text else text
 
 
 # The template
@@ -416,7 +425,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: jinja2.runtime.Macro) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
+        return f"{OPEN}{caller()}{CLOSE}"
 
 
 class _Dict:

@@ -1,30 +1,26 @@
 """`paceline prepare`: chat files to token rows with loss masks.
 
-A conversation is one line of a .jsonl or .jsonl.gz file or one row of a .parquet file: `messages`, a list of objects
-with `role` and `content` (and `tool_calls`, `reasoning_content`, whatever the target's chat template reads), and
-optionally `finished` (false: the last answer stopped at a length limit), `tools` and `chat_template_kwargs`.
+The files' forms are those of chatfiles.py and forms.py; how a conversation becomes tokens is chat.py's.
 
 What can't be used is skipped with file, line and reason, and counted; it never ends the job, unless nothing is left.
-Files are read in chunks, tokenised by a pool of spawned processes when there are more than a few chunks, and written as
-they come back, in order: memory stays bounded and the same input gives the same bytes.
+Files are read in chunks, parsed and tokenised by a pool of spawned processes when there are more than a few chunks, and
+written as they come back, in order: memory stays bounded and the same input gives the same bytes.
 """
 
 import ctypes
-import gzip
 import json
 import os
 import signal
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import sha256
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,31 +30,45 @@ from ..common.gguf import converted
 from ..common.locks import FileLock
 from ..common.paths import cache_dir
 from ..common.record import MIN_ROW_TOKENS
-from ..common.rows import Rows, RowsWriter, has_scratch, remove_scratch
-from .chat import ChatEncoder, ChatFormat, Encoded, Refused
+from ..common.rows import RowsWriter, has_scratch, remove_scratch
+from .chat import ChatEncoder, ChatFormat, Outline, cut_after_supervised, thinking_variables
+from .chatfiles import Chunk, check_names, read_chunks
+from .forms import Encoded, Refused
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from ..common.runfile import RunFile
 
-_CHUNK = 256  # conversations handed to a process at a time
+FORMAT_FILE = "format.json"
 _SERIAL_CHUNKS = 12  # up to so many chunks, starting processes costs more than it saves
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _EXAMPLES = 3  # examples kept of each reason
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+@dataclass
+class FileCounts:
+    """What came of one file. dropped: rows, or whole conversations. tokens, supervised: of the rows kept."""
+
+    name: str
+    sha256: str
+    conversations: int = 0
+    rows: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    supervised: int = 0
 
 
 @dataclass(frozen=True)
 class PrepareReport:
     """What a preparation made.
 
-    dropped: rows, or whole conversations, by reason. examples: a few of them, as "file:line: reason (detail)".
+    files: each one's part, in their order, which is that of the rows.
+    dropped: rows, or whole conversations, by reason. examples: a few of each, as "file:line: reason (detail)".
     cut: rows kept that were longer than max_length. tokens, supervised: of the rows kept.
     cached: they had been prepared before.
     """
 
     folder: Path
+    files: list[FileCounts]
     conversations: int
     kept: int
     cut: int
@@ -69,29 +79,21 @@ class PrepareReport:
     cached: bool
 
 
-class _Item(NamedTuple):
-    """A conversation as read: where, and its JSON line, its Parquet row, or why there is none."""
-
-    file: int
-    line: int
-    row: bytes | dict[str, Any] | Refused
-
-
-class _Drop(NamedTuple):
-    file: int
-    line: int
-    reason: str
-    detail: str
-
-
 @dataclass
 class _Result:
-    """What came of a chunk: its rows end to end, and what was dropped."""
+    """What came of a chunk: its rows end to end, and what was dropped as (place, reason, detail)."""
 
-    conversations: int = 0
-    cut: int = 0
-    rows: list[Encoded] = field(default_factory=list)
-    dropped: list[_Drop] = field(default_factory=list)
+    file: int
+    conversations: int
+    cut: int
+    lengths: np.ndarray  # int64 [rows]
+    tokens: np.ndarray  # int32
+    mask: np.ndarray  # uint8
+    dropped: list[tuple[str, str, str]]
+
+    def rows(self) -> Iterator[Encoded]:
+        ends = np.cumsum(self.lengths)[:-1]
+        return map(Encoded, np.split(self.tokens, ends), np.split(self.mask, ends)) if len(self.lengths) else iter(())
 
 
 @dataclass(frozen=True)
@@ -133,14 +135,15 @@ def prepare(
     ConfigError if a file, the tokenizer or its chat template can't be read; PacelineError if no row is usable.
     """
     paths = [Path(file) for file in files]
-    _check_files(paths)
+    check_names(paths)
     options = _Options(max_length, supervise, dict(template_kwargs or {}))
     chat = None
     tokenizer = tokenizer_digest(target)
     if tokenizer is None:  # a hub id that is not here yet
         chat = load_format(target, trust_remote_code)
         tokenizer = tokenizer_digest(target) or sha256(chat.tokenizer.encode()).hexdigest()
-    key = cache_key(paths, tokenizer, options.to_json())
+    counts = [FileCounts(str(path), file_digest(path)) for path in paths]
+    key = cache_key([file.sha256 for file in counts], tokenizer, options.to_json())
     store = (cache or cache_dir()) / "rows"
     folder = out or store / key
     _check_folder(folder)
@@ -148,13 +151,13 @@ def prepare(
     if meta := cached_rows(folder, key):
         if folder.parent == store and has_scratch(folder):
             _remove_leftovers(folder, FileLock(lock, who))
-        return _report(folder, meta, cached=True)
+        return _report(folder, meta, paths, cached=True)
     store.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(lock, who, waiting):
         if folder.parent == store:  # only holders of this lock write there
             remove_scratch(folder)
         if meta := cached_rows(folder, key):
-            return _report(folder, meta, cached=True)
+            return _report(folder, meta, paths, cached=True)
         chat = chat or load_format(target, trust_remote_code)
         about = {
             "key": key,
@@ -162,10 +165,13 @@ def prepare(
             "tokenizer": tokenizer,
             "vocabulary": vocabulary_digest(chat),
             "template": sha256(json.dumps(dict(chat.templates), sort_keys=True).encode()).hexdigest(),
-            "files": [{"name": str(path), "sha256": file_digest(path)} for path in paths],
             **options.to_json(),
         }
-        return _write(paths, chat, options, folder, about, progress, processes)
+        with RowsWriter(folder) as writer:
+            writer.add_file(FORMAT_FILE, json.dumps(asdict(chat), sort_keys=True))
+            made = _write(writer, counts, _Tokeniser(chat, options), progress, processes)
+            meta = writer.finish(about | made)
+        return _report(folder, meta, paths, cached=False)
 
 
 def prepare_run(
@@ -173,11 +179,11 @@ def prepare_run(
 ) -> PrepareReport:
     """Prepare `data.files` of a run file into the cache, as its settings say."""
     return prepare(
-        run.data.files,
+        [file.path for file in run.data.files],
         target=run.target.path,
         max_length=run.data.max_length,
         supervise=run.data.supervise,
-        template_kwargs={} if run.data.thinking is None else {"enable_thinking": run.data.thinking},
+        template_kwargs=thinking_variables(run.data.thinking),
         trust_remote_code=run.target.trust_remote_code,
         progress=progress,
         waiting=waiting,
@@ -191,16 +197,6 @@ def _remove_leftovers(folder: Path, lock: FileLock) -> None:
             remove_scratch(folder)
 
 
-def _check_files(paths: list[Path]) -> None:
-    if not paths:
-        raise ConfigError("no chat files given")
-    for path in paths:
-        if not path.name.endswith(_SUFFIXES):
-            raise ConfigError(f"{path}: chat files end in {', '.join(_SUFFIXES)}")
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file")
-
-
 def _check_folder(folder: Path) -> None:
     """Never replace something that is not prepared rows."""
     if folder.is_dir() and not (folder / "meta.json").exists() and any(folder.iterdir()):
@@ -210,42 +206,54 @@ def _check_folder(folder: Path) -> None:
 
 
 def _write(
-    paths: list[Path],
-    chat: ChatFormat,
-    options: _Options,
-    folder: Path,
-    about: dict[str, Any],
+    writer: RowsWriter,
+    files: list[FileCounts],
+    tokeniser: "_Tokeniser",
     progress: Callable[[int], None] | None,
     processes: int | None,
-) -> PrepareReport:
+) -> dict[str, Any]:
+    """Write the rows of all files and return what is to be told of them. PacelineError if there is none."""
     conversations = cut = 0
     dropped: Counter[str] = Counter()
     examples: list[str] = []
-    with RowsWriter(folder) as writer:
-        for result in _encode_all(_chunks(_read(paths)), _Chunk(chat, options), processes):
-            conversations += result.conversations
-            cut += result.cut
-            for row in result.rows:
-                writer.add(row.tokens, row.mask)
-            for drop in result.dropped:
-                dropped[drop.reason] += 1
-                if dropped[drop.reason] <= _EXAMPLES:
-                    detail = f" ({drop.detail})" if drop.detail else ""
-                    examples.append(f"{paths[drop.file]}:{drop.line}: {drop.reason}{detail}")
-            if progress:
-                progress(conversations)
-        kept = writer.added
-        if not kept:
-            first = f"; the first: {examples[0]}" if examples else ""
-            raise PacelineError(f"no usable row among {conversations} conversations{first}")
-        counts = {"conversations": conversations, "cut": cut, "dropped": dict(dropped), "examples": examples}
-        meta = writer.finish(about | counts)
-    return _report(folder, meta, cached=False)
+    for result in _tokenise(read_chunks([Path(file.name) for file in files]), tokeniser, processes):
+        file = files[result.file]
+        for row in result.rows():
+            writer.add(row.tokens, row.mask)
+        _count(file, result)
+        for place, reason, detail in result.dropped:
+            dropped[reason] += 1
+            if dropped[reason] <= _EXAMPLES:
+                examples.append(f"{file.name}{place}: {reason}{f' ({detail})' if detail else ''}")
+        conversations += result.conversations
+        cut += result.cut
+        if progress:
+            progress(conversations)
+    if not writer.added:
+        first = f"; the first: {examples[0]}" if examples else ""
+        raise PacelineError(f"no usable row among {conversations} conversations{first}")
+    return {
+        "files": [asdict(file) for file in files],
+        "conversations": conversations,
+        "cut": cut,
+        "dropped": dict(dropped),
+        "examples": examples,
+    }
 
 
-def _report(folder: Path, meta: Mapping[str, Any], *, cached: bool) -> PrepareReport:
+def _count(file: FileCounts, result: _Result) -> None:
+    file.conversations += result.conversations
+    file.rows += len(result.lengths)
+    file.dropped += len(result.dropped)
+    file.tokens += len(result.tokens)
+    file.supervised += int(result.mask.sum(dtype=np.int64))
+
+
+def _report(folder: Path, meta: Mapping[str, Any], paths: Sequence[Path], *, cached: bool) -> PrepareReport:
+    """What meta.json says, of files that may have had other names then."""
     return PrepareReport(
         folder=folder,
+        files=[FileCounts(**file | {"name": str(path)}) for path, file in zip(paths, meta["files"], strict=True)],
         conversations=meta["conversations"],
         kept=meta["rows"],
         cut=meta["cut"],
@@ -288,6 +296,14 @@ def load_format(target: str, trust_remote_code: bool = False) -> ChatFormat:
     )
 
 
+def saved_format(folder: Path) -> ChatFormat:
+    """The chat format that the rows of a folder were prepared with. ConfigError if it is not there."""
+    try:
+        return ChatFormat(**json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder}: {FORMAT_FILE} cannot be read ({error}): prepare the rows again") from error
+
+
 def _plain(value: Any) -> Any:
     return [str(item) for item in value] if isinstance(value, list) else str(value)
 
@@ -300,66 +316,10 @@ def vocabulary_digest(chat: ChatFormat) -> str:
     return sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-# Reading
-
-
-def _read(paths: list[Path]) -> Iterator[_Item]:
-    for file, path in enumerate(paths):
-        yield from _read_parquet(file, path) if path.suffix == ".parquet" else _read_lines(file, path)
-
-
-def _read_lines(file: int, path: Path) -> Iterator[_Item]:
-    """Lines that are not blank. A damaged gzip file gives what can be read of it and then a Refused."""
-    line = 0
-    with path.open("rb") as raw:
-        stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        try:
-            for line, text in enumerate(stream, 1):
-                if line == 1:
-                    text = text.removeprefix(b"\xef\xbb\xbf")
-                if text.strip():
-                    yield _Item(file, line, text)
-        except (OSError, EOFError, zlib.error) as error:
-            yield _Item(file, line + 1, Refused("the file cannot be read further", str(error)))
-
-
-def _read_parquet(file: int, path: Path) -> Iterator[_Item]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    line = 0
-    try:
-        with pq.ParquetFile(path) as parquet:
-            names = set(parquet.schema_arrow.names)
-            columns = [name for name in ("messages", "finished", "tools", "chat_template_kwargs") if name in names]
-            if "messages" not in columns:
-                raise ConfigError(f"{path}: no column `messages` (found {', '.join(sorted(names))})")
-            for batch in parquet.iter_batches(_CHUNK, columns=columns):
-                for row in batch.to_pylist():
-                    line += 1
-                    yield _Item(file, line, _without_null(row))
-    except (OSError, pa.ArrowException) as error:
-        yield _Item(file, line + 1, Refused("the file cannot be read further", str(error)))
-
-
-def _without_null(value: Any) -> Any:
-    """Without the nulls that fill a Parquet struct where a row lacks the field."""
-    if isinstance(value, dict):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_null(item) for item in value]
-    return value
-
-
-def _chunks(items: Iterator[_Item]) -> Iterator[list[_Item]]:
-    while chunk := list(islice(items, _CHUNK)):
-        yield chunk
-
-
 # Tokenising
 
 
-class _Chunk:
+class _Tokeniser:
     """Tokenises chunks: what a process of the pool does."""
 
     def __init__(self, chat: ChatFormat, options: _Options):
@@ -367,82 +327,73 @@ class _Chunk:
         self.options = options
         self.encoder = ChatEncoder(chat, supervise=options.supervise, template_kwargs=options.template_kwargs)
 
-    def __call__(self, chunk: list[_Item]) -> _Result:
-        result = _Result(conversations=len(chunk))
-        for item in chunk:
-            try:
-                rows = self.encoder.encode(_parse(item.row))
-            except Refused as refused:
-                rows = [refused]
-            for row in rows:
-                try:
-                    result.rows.append(self._fit(row, result))
-                except Refused as refused:
-                    result.dropped.append(_Drop(item.file, item.line, refused.reason, refused.detail))
-        return result
+    def __call__(self, chunk: Chunk) -> _Result:
+        kept: list[Encoded] = []
+        dropped: list[tuple[str, str, str]] = []
+        cut = 0
+        outlined = [(place, made) for place, row in chunk.rows() for made in self._outline(row)]
+        tokenised = iter(self.encoder.tokenise([made for _, made in outlined if isinstance(made, Outline)]))
+        for place, made in outlined:
+            row = next(tokenised) if isinstance(made, Outline) else made
+            fitted = row if isinstance(row, Refused) else self._fit(row)
+            if isinstance(fitted, Refused):
+                dropped.append((place, fitted.reason, fitted.detail))
+            else:
+                kept.append(fitted)
+                cut += fitted is not row
+        lengths = np.array([len(row.tokens) for row in kept], np.int64)
+        tokens = np.concatenate([np.zeros(0, np.int32), *(row.tokens for row in kept)])
+        mask = np.concatenate([np.zeros(0, np.uint8), *(row.mask for row in kept)])
+        return _Result(chunk.file, len(chunk), cut, lengths, tokens, mask, dropped)
 
-    def _fit(self, row: Encoded | Refused, result: _Result) -> Encoded:
-        """Cut a row to max_length. Raises Refused if too little is left."""
+    def _outline(self, row: Any) -> list[Outline | Encoded | Refused]:
         if isinstance(row, Refused):
-            raise row
-        tokens, mask = row
-        was_cut = len(tokens) > self.options.max_length
-        if was_cut:
-            mask = mask[: self.options.max_length]
-            supervised = np.flatnonzero(mask)
-            length = supervised[-1] + 1 if len(supervised) else 0
-            tokens, mask = tokens[:length], mask[:length]
-        if not np.any(mask[1:] & mask[:-1]):
-            reason = "no two supervised tokens in a row"
-            raise Refused(f"{reason} within max_length" if was_cut else reason)
-        if len(tokens) < MIN_ROW_TOKENS:
-            raise Refused(f"fewer than {MIN_ROW_TOKENS} tokens")
-        result.cut += was_cut
-        return Encoded(tokens, mask)
+            return [row]
+        try:
+            return self.encoder.outline(row)
+        except Refused as refused:
+            return [refused]
 
-
-def _parse(row: bytes | dict[str, Any] | Refused) -> Any:
-    if isinstance(row, Refused):
-        raise row
-    if isinstance(row, dict):
+    def _fit(self, row: Encoded) -> Encoded | Refused:
+        """The row itself, cut to max_length, or refused if too little is left."""
+        within = ""
+        if len(row.tokens) > self.options.max_length:
+            row, within = cut_after_supervised(*(part[: self.options.max_length] for part in row)), " within max_length"
+        if not np.any(row.mask[1:] & row.mask[:-1]):
+            return Refused(f"no two supervised tokens in a row{within}")
+        if len(row.tokens) < MIN_ROW_TOKENS:
+            return Refused(f"fewer than {MIN_ROW_TOKENS} tokens")
         return row
-    try:
-        return json.loads(row.decode())
-    except UnicodeDecodeError as error:
-        raise Refused("not UTF-8", f"byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise Refused("not JSON", f"{error.msg}, column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise Refused("not JSON", str(error)) from error
 
 
-_in_process: _Chunk | None = None
+_in_process: _Tokeniser | None = None
 
 
 def _start_process(chat: ChatFormat, options: _Options) -> None:
     global _in_process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each CPU has a process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent can't
-    _in_process = _Chunk(chat, options)
+    _in_process = _Tokeniser(chat, options)
 
 
-def _run_in_process(chunk: list[_Item]) -> _Result:
+def _run_in_process(chunk: Chunk) -> _Result:
     assert _in_process is not None, "the pool's initializer has run"
     return _in_process(chunk)
 
 
-def _encode_all(chunks: Iterator[list[_Item]], encode: _Chunk, processes: int | None) -> Iterator[_Result]:
+def _tokenise(chunks: Iterator[Chunk], tokeniser: _Tokeniser, processes: int | None) -> Iterator[_Result]:
     """The results of all chunks, in order: here if they are few, else by a pool of processes."""
     count = processes or len(os.sched_getaffinity(0))
     head = list(islice(chunks, _SERIAL_CHUNKS + 1))
     if count == 1 or len(head) <= _SERIAL_CHUNKS:
-        yield from map(encode, chain(head, chunks))
+        yield from map(tokeniser, chain(head, chunks))
     else:
-        yield from _encode_in_pool(chain(head, chunks), encode, count)
+        yield from _tokenise_in_pool(chain(head, chunks), tokeniser, count)
 
 
-def _encode_in_pool(chunks: Iterable[list[_Item]], encode: _Chunk, count: int) -> Iterator[_Result]:
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _start_process, (encode.chat, encode.options))
+def _tokenise_in_pool(chunks: Iterable[Chunk], tokeniser: _Tokeniser, count: int) -> Iterator[_Result]:
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _start_process, (tokeniser.chat, tokeniser.options))
     waiting: deque[Future[_Result]] = deque()
     try:
         for chunk in chunks:
@@ -455,23 +406,3 @@ def _encode_in_pool(chunks: Iterable[list[_Item]], encode: _Chunk, count: int) -
         raise PacelineError("a tokenising process died; was memory short?") from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-# Looking at rows
-
-
-def show(rows: Rows, target: str, count: int, *, trust_remote_code: bool = False) -> Iterator["Text"]:
-    """The first rows as rich text: supervised tokens in green, the rest dim."""
-    from rich.text import Text
-    from tokenizers import Tokenizer
-
-    tokenizer: Tokenizer = Tokenizer.from_str(load_format(target, trust_remote_code).tokenizer)
-    for index in range(min(count, len(rows))):
-        row = rows.row(index)
-        supervised = int(row.mask.sum())
-        text = Text(f"row {index}: {len(row.tokens)} tokens, {supervised} supervised\n", style="bold")
-        edges = np.flatnonzero(np.diff(row.mask, prepend=2, append=2))
-        for start, end in pairwise(edges):
-            part = tokenizer.decode(row.tokens[start:end].tolist(), skip_special_tokens=False)
-            text.append(part, style="green" if row.mask[start] else "dim")
-        yield text

@@ -251,9 +251,9 @@ class WorkQueue:
             return str(error)
         if not item.rows or len(set(item.rows)) < len(item.rows):
             return "no rows, or a row twice"
-        if not 0 <= min(item.rows) <= max(item.rows) < len(self._rows):
+        if not 0 <= min(item.rows) <= max(item.rows) < self._rows.ids:
             return f"rows out of range, the data has {len(self._rows)}"
-        tokens = int(self._rows.lengths[list(item.rows)].sum())
+        tokens = int(self._rows.lengths[np.array(item.rows) % len(self._rows)].sum())
         return f"{tokens} tokens, more than the budget of {self._budget}" if tokens > self._budget else None
 
     def add(self, item: WorkItem) -> None:

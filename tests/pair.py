@@ -168,7 +168,8 @@ def _group(job: RankJob) -> Group:
 
 
 def run_prepare(run: RunFile) -> int:
-    prepare.prepare(run.data.files, target=run.target.path, max_length=run.data.max_length, processes=1)
+    files = [file.path for file in run.data.files]
+    prepare.prepare(files, target=run.target.path, max_length=run.data.max_length, processes=1)
     return 0
 
 

@@ -175,7 +175,7 @@ def test_init_elsewhere_keeps_paths_right(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "chat.jsonl").touch()
     assert main(["init", "runs/a.toml", "--target", "model", "--data", "chat.jsonl", "--gpus", "1"]) == 0
     run = load("runs/a.toml")
-    assert Path(run.target.path).samefile("model") and Path(run.data.files[0]).samefile("chat.jsonl")
+    assert Path(run.target.path).samefile("model") and Path(run.data.files[0].path).samefile("chat.jsonl")
 
 
 # Status

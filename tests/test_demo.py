@@ -57,7 +57,7 @@ def test_run_file_of_each_recipe_is_valid(tmp_path: Path) -> None:
         run = load(path)
         assert run.drafter.block_size == recipe.block_size and run.output == str(tmp_path / str(number))
         assert run.target.layer_ids == (None if recipe.layer_ids is None else list(recipe.layer_ids))
-        assert run.objective.gamma == recipe.gamma and Path(run.data.files[0]).is_file()
+        assert run.objective.gamma == recipe.gamma and Path(run.data.files[0].path).is_file()
 
 
 def test_only_an_earlier_demos_folder_is_replaced(tmp_path: Path) -> None:
@@ -128,6 +128,6 @@ def test_a_relative_folder_is_found_from_the_run_file(
     monkeypatch.setattr(module, "up", lambda path, view: seen.append(load(path)) or 5)
     assert demo(Path("out"), target=str(tiny_target_dir), recipe=TINY, plain=True) == 5
     (run,) = seen
-    assert [Path(file).is_file() for file in run.data.files] == [True] and Path(
+    assert [Path(file.path).is_file() for file in run.data.files] == [True] and Path(
         run.output
     ).resolve() == tmp_path / "out"

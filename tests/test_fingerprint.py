@@ -16,7 +16,7 @@ def fingerprint(rows="r", identity="t", layer_ids=(1, 8), **settings) -> Fingerp
     for key, value in settings.items():
         section, name = key.split("__")
         values.setdefault(section, {})[name] = value
-    dataset: Any = SimpleNamespace(digest=rows)
+    dataset: Any = SimpleNamespace(digest=rows, meta={"files": [{"rows": 5}] * len(values["data"]["files"])})
     info: Any = SimpleNamespace(identity=identity)
     return run_fingerprint(RunFile.model_validate(values), dataset, info, list(layer_ids))
 
@@ -42,14 +42,15 @@ def test_equal_inputs_give_equal_fingerprints():
         {"stream__packer": "sequential"},
         {"data__held_out": 8},
         {"trainer__batches_per_step": 2},
+        {"data__files": [{"path": "chats.jsonl", "weight": 0.5}]},
     ],
 )
 def test_what_records_and_plan_depend_on_is_told_apart(change):
     one, other = fingerprint(), fingerprint(**change)
     assert one.digest != other.digest
     [difference] = one.differences(other)
-    name = next(name for name in one.fields if one.fields[name] != other.fields[name])
-    assert difference == f"{name}: {one.fields[name]}, not {other.fields[name]}"
+    name = next(name for name in other.fields if one.fields.get(name) != other.fields[name])
+    assert difference == f"{name}: {one.fields.get(name, 'absent')}, not {other.fields[name]}"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,12 @@ def test_what_records_and_plan_depend_on_is_told_apart(change):
 )
 def test_what_may_change_under_a_run_is_not_in_it(change):
     assert fingerprint(**change).digest == fingerprint().digest
+
+
+def test_many_weighted_files_fit():
+    files = [{"path": f"{n}.jsonl", "weight": 0.1 + n / 7} for n in range(200)]
+    one, other = fingerprint(data__files=files), fingerprint(data__files=[*files[:-1], files[0]])
+    assert one.digest != other.digest and len(one.to_json()) < MAX_JSON_BYTES
 
 
 def test_json_round_trip():

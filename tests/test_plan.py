@@ -1,3 +1,6 @@
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,8 +11,8 @@ from paceline.common.plan import Plan, PlanSpec
 from paceline.common.record import MIN_ROW_TOKENS
 
 
-def make_plan(lengths, *, budget=64, packer="first-fit", held_out=0, seed=0, group=2, epochs=2, **limits):
-    spec = PlanSpec("digest", seed, budget, budget, packer, held_out)
+def make_plan(lengths, *, budget=64, packer="first-fit", held_out=0, seed=0, group=2, epochs=2, mix=(), **limits):
+    spec = PlanSpec("digest", seed, budget, budget, packer, held_out, mix)
     return Plan(spec, np.asarray(lengths), batches_per_step=group, epochs=epochs, **limits)
 
 
@@ -103,6 +106,52 @@ def test_phases_walk_every_step_and_every_evaluation_once(arguments, held_out, e
         if held_out and step + 1 in due:
             expected.append((Kind.EVAL, step + 1))
     assert walked == expected
+
+
+mixes = st.lists(st.tuples(st.integers(0, 12), st.floats(0.05, 4, allow_nan=False)), min_size=1, max_size=4)
+
+
+@given(mixes, st.integers(0, 3), st.sampled_from(["first-fit", "sequential"]), st.integers(0, 9))
+@settings(deadline=None)
+def test_weights_say_how_often_rows_are_used(mix, held_out, packer, seed):
+    count, epochs = sum(rows for rows, _ in mix), 6
+    held_out = min(held_out, count - 1)
+    try:
+        plan = make_plan([8] * count, mix=tuple(mix), held_out=held_out, packer=packer, seed=seed, epochs=epochs)
+    except ConfigError as error:
+        assert "no rows" in str(error) or "without a row" in str(error)
+        return
+    per_epoch = [np.concatenate([plan.rows(batch) for batch in plan.ids(epoch)]) for epoch in range(plan.epochs)]
+    for ids in per_epoch:
+        assert len(set(ids.tolist())) == len(ids), "each use has an id of its own"
+    first = 0
+    for rows, weight in mix:
+        training = np.setdiff1d(np.arange(first, first + rows), plan.eval_rows)
+        total = np.zeros(count, int)
+        for epoch, ids in enumerate(per_epoch, 1):
+            uses = np.bincount(ids % count, minlength=count)
+            assert set(uses[training].tolist()) <= {int(weight), int(weight) + 1, -(-weight // 1)}
+            total += uses
+            assert total[training].sum() == math.floor(epoch * Fraction(str(weight)) * len(training))
+            assert np.ptp(total[training]) <= 1 if len(training) else True, "none twice before all others once"
+        first += rows
+    assert not set(plan.eval_rows.tolist()) & {int(row) % count for ids in per_epoch for row in ids}
+
+
+def test_weights_by_hand():
+    plan = make_plan([8] * 6, mix=((2, 2.0), (4, 0.5)), packer="sequential", epochs=3)
+    halves = [[int(row) for batch in plan.ids(epoch) for row in plan.rows(batch)] for epoch in range(3)]
+    for half in halves:
+        assert half[:2] == [0, 1] and half[4:] == [6, 7], "both rows of the first file twice"
+    assert sorted(halves[0][2:4] + halves[1][2:4]) == [2, 3, 4, 5] and halves[2] == halves[0]
+    with pytest.raises(ConfigError, match=r"the weights of data\.files leave epoch 0 without a row"):
+        make_plan([8] * 4, mix=((4, 0.1),))
+
+
+def test_weights_of_one_change_nothing():
+    plain, weighted = make_plan([8] * 9, held_out=2), make_plan([8] * 9, mix=((4, 1.0), (5, 1.0)), held_out=2)
+    ids = list(plain.ids(0))
+    assert [plain.rows(batch).tolist() for batch in ids] == [weighted.rows(batch).tolist() for batch in ids]
 
 
 def test_membership():

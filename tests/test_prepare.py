@@ -7,59 +7,30 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_templates import (
+    ALTERNATES,
+    DATED,
+    MARKED,
+    MARKED_WITH_NEWLINE,
+    MARKED_WITHOUT_END,
+    NO_END,
+    PLAIN,
+    PROMPT_ENDS_IN_SPACE,
+    STRIPS_THINKING,
+    TOOLS,
+    TRIMS,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paceline.common.dataset import prepared_rows
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.rows import Rows
 from paceline.common.runfile import RunFile
+from paceline.producer import chatfiles
 from paceline.producer import prepare as module
-from paceline.producer.chat import ChatEncoder, Encoded, Refused
-from paceline.producer.prepare import load_format, prepare, show
-
-# Templates with the traits of well-known ones.
-
-BODY = "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-PLAIN = "{% for message in messages %}" + BODY + "{% endfor %}" + PROMPT
-MARKED = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}" + BODY + "{% endif %}{% endfor %}" + PROMPT
-)
-MARKED_WITH_NEWLINE = MARKED.replace(
-    "'<|im_end|>' }}{% endgeneration %}{{ '\n' }}", "'<|im_end|>\n' }}{% endgeneration %}"
-)
-MARKED_WITHOUT_END = MARKED.replace(
-    "message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}",
-    "message['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}",
-)
-STRIPS_THINKING = (
-    "{% for message in messages %}{% set content = message['content'] %}"
-    "{% if message['role'] == 'assistant' and not loop.last %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
-)
-TRIMS = PLAIN.replace("message['content']", "message['content'] | trim")
-ALTERNATES = (
-    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}" + BODY + "{% endfor %}" + PROMPT
-)
-DATED = "{{ 'Today: ' + strftime_now('%d %B %Y') + '\n' }}" + PLAIN
-NO_END = PLAIN.replace("<|im_end|>\n", "\n")
-PROMPT_ENDS_IN_SPACE = PLAIN.replace("message['role'] + '\n'", "message['role'] + ': '").replace(
-    "assistant\n", "assistant: "
-)
-TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] %}{{ message['content'] }}{% endif %}"
-    "{% for call in message.get('tool_calls', []) %}{{ '<call>' + call.function.name + ' ' }}"
-    "{% if call.function.arguments is string %}{{ call.function.arguments }}"
-    "{% else %}{{ call.function.arguments | tojson }}{% endif %}{{ '</call>' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
-)
+from paceline.producer.chat import ChatEncoder
+from paceline.producer.forms import Encoded, Refused
+from paceline.producer.prepare import load_format, prepare
 
 QUESTION = {"role": "user", "content": "The river carries the garden today."}
 ANSWER = {"role": "assistant", "content": "The market repairs the planet again. The engine sells."}
@@ -469,7 +440,7 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path, chat_file, tiny_tokenize
         for name in "ab"
     ]
     names = sorted(path.name for path in folders[0].iterdir())
-    assert names == ["meta.json", "rows.arrow", "used_tokens.npy"]
+    assert names == ["format.json", "meta.json", "rows.arrow", "used_tokens.npy"]
     for name in names:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
@@ -513,7 +484,7 @@ def test_damaged_rows_in_the_cache_are_prepared_again(tmp_path, chat_file, tiny_
 
 def test_a_pool_of_processes_gives_the_same_rows(tmp_path, chat_file, tiny_tokenizer_dir, monkeypatch):
     alone = prepare([chat_file], target=str(tiny_tokenizer_dir), cache=tmp_path / "alone")
-    monkeypatch.setattr(module, "_CHUNK", 20)
+    monkeypatch.setattr(chatfiles, "CHUNK", 20)
     monkeypatch.setattr(module, "_SERIAL_CHUNKS", 1)
     seen = []
     pooled = prepare(
@@ -527,14 +498,14 @@ def test_files_and_folders_that_do_not_fit(tmp_path, chat_file, tiny_tokenizer_d
     target = str(tiny_tokenizer_dir)
     with pytest.raises(ConfigError, match=r"absent.jsonl: no such file"):
         prepare([tmp_path / "absent.jsonl"], target=target, cache=tmp_path)
-    with pytest.raises(ConfigError, match=r"chat files end in .jsonl, .jsonl.gz, .parquet"):
+    with pytest.raises(ConfigError, match=r"chats.csv: chat files end in .jsonl, .jsonl.gz, .json, "):
         prepare([tmp_path / "chats.csv"], target=target, cache=tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(ConfigError, match="is not empty and holds no prepared rows"):
         prepare([chat_file], target=target, out=tmp_path / "mine", cache=tmp_path)
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "other.parquet")
-    with pytest.raises(ConfigError, match=r"no column `messages` \(found text\)"):
+    with pytest.raises(ConfigError, match=r"no column messages, .* \(found text\)"):
         prepare([tmp_path / "other.parquet"], target=target, cache=tmp_path)
 
 
@@ -551,14 +522,6 @@ def test_targets_without_tokenizer_or_template(tmp_path, chat_file, make_tokeniz
         prepare([chat_file], target=str(bare), cache=tmp_path)
     with pytest.raises(ConfigError, match="chat template, line 1"):
         prepare([chat_file], target=str(make_tokenizer("{% if %}")), cache=tmp_path)
-
-
-def test_showing_rows(tmp_path, chat_file, tiny_tokenizer_dir):
-    rows = Rows.open(prepare([chat_file], target=str(tiny_tokenizer_dir), cache=tmp_path).folder)
-    texts = list(show(rows, str(tiny_tokenizer_dir), 2))
-    assert len(texts) == 2
-    green = [str(texts[1].plain[span.start : span.end]) for span in texts[1].spans if span.style == "green"]
-    assert green and all(text.endswith("<|im_end|>") for text in green)
 
 
 # A run's rows

@@ -36,10 +36,11 @@ def test_rows_come_back_as_written(tmp_path, count):
     assert rows.meta["note"] == "kept"
     assert rows.total_tokens == rows.lengths.sum()
     assert rows.meta["supervised"] == sum(int(mask.sum()) for _, mask in made)
-    with pytest.raises(IndexError):
-        rows.row(count)
-    with pytest.raises(IndexError):
-        rows.row(-1)
+    assert np.array_equal(rows.row(count).tokens, made[0][0]), "another use of the first row"
+    assert np.array_equal(rows.row(rows.ids - 1).tokens, made[-1][0])
+    for outside in (-1, rows.ids):
+        with pytest.raises(IndexError):
+            rows.row(outside)
 
 
 def test_used_tokens(tmp_path):
@@ -47,6 +48,11 @@ def test_used_tokens(tmp_path):
     assert rows.used_tokens.tolist() == [3, 5]
     assert [token for token in range(8) if rows.used_token(token)] == [3, 5]
     assert rows.vocab_bound == 6
+
+
+def test_token_ids_of_a_large_vocabulary(tmp_path):
+    rows = Rows.open(write(tmp_path / "rows", [(np.array([2**20, 3] * 4, np.int32), np.ones(8, np.uint8))]))
+    assert rows.used_tokens.tolist() == [3, 2**20] and rows.vocab_bound == 2**20 + 1
 
 
 def test_the_digest_is_of_the_contents(tmp_path):

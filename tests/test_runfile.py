@@ -38,8 +38,47 @@ def test_defaults_and_absolute_paths(run_path: Path) -> None:
     run = load(run_path)
     assert run.trainer.epochs == 2 and run.trainer.ranks == 1
     assert run.output == str(run_path.parent / "runs/demo")
-    assert run.data.files == [str(run_path.parent / "a.jsonl"), "/abs/b.parquet"]
+    assert [file.path for file in run.data.files] == [str(run_path.parent / "a.jsonl"), "/abs/b.parquet"]
+    assert {file.weight for file in run.data.files} == {1.0}
     assert run.target.path == "org/model", "a hub id is no path"
+
+
+def test_files_with_weights(run_path: Path, tmp_path: Path) -> None:
+    mixed = 'files = ["a.jsonl", {path = "b.json", weight = 0.25}]'
+    run_path.write_text(TEXT.replace('files = ["a.jsonl", "/abs/b.parquet"]', mixed))
+    run = load(run_path)
+    folder = run_path.parent
+    assert [(file.path, file.weight) for file in run.data.files] == [
+        (str(folder / "a.jsonl"), 1.0),
+        (str(folder / "b.json"), 0.25),
+    ]
+    tables = '\n[[data.files]]\npath = "a.jsonl"\n[[data.files]]\npath = "b.json"\nweight = 0.25\n'
+    run_path.write_text(TEXT.replace('files = ["a.jsonl", "/abs/b.parquet"]', "") + tables)
+    assert load(run_path) == run
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(run))
+    assert load(again) == run
+    assert load(run_path, ['data.files=[{path="/c.jsonl", weight=2}]']).data.files[0].weight == 2.0
+    run_path.write_text(TEXT + tables.replace("0.25", "0"))
+    with pytest.raises(ConfigError, match="not TOML"):  # files twice
+        load(run_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ('[[data.files]]\npath = "a"\nweight = 0', r"run\.toml:10: data\.files\.weight = 0: must be greater than 0$"),
+        ('[[data.files]]\npath = "a"\nwieght = 2', r"run\.toml:10: .*wieght; did you mean data\.files\.weight\?$"),
+        ("[[data.files]]\nweight = 2", r"run\.toml:8: data\.files\.path is missing$"),
+        ("files = [3]", r"run\.toml:8: data\.files has 3: must be a text or a table$"),
+        ('files = "a.jsonl"', r"run\.toml:8: data\.files = \"a\.jsonl\": must be a valid list$"),
+    ],
+)
+def test_bad_files_of_a_mix(run_path: Path, files: str, message: str) -> None:
+    head = TEXT.partition("files =")[0].replace("[data]\n", "" if files.startswith("[[") else "[data]\n")
+    run_path.write_text(head + ("\n" if files.startswith("[[") else "") + files + "\n")
+    with pytest.raises(ConfigError, match=message):
+        load(run_path)
 
 
 def test_a_target_in_a_folder_is_a_path(run_path: Path) -> None:
@@ -98,7 +137,7 @@ def test_malformed_override(run_path: Path, text: str) -> None:
             r"run\.toml: stream\.token_budget \(64\) is less than data\.max_length \(3072\)",
         ),
         ('[optimizer]\nschedule = "wsd"\nwarmup = 0.5\ndecay = 0.6', r"more than the whole run"),
-        ("[[optimizer]]", r"run\.toml: optimizer must be a table|optimizer = "),
+        ("[[optimizer]]", r"run\.toml:12: optimizer must be a table, \[optimizer\]$"),
     ],
 )
 def test_bad_files_are_named_by_line(run_path: Path, line: str, message: str) -> None:

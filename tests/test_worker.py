@@ -224,7 +224,7 @@ def test_anything_malformed_is_dropped(run, feed, caplog):
     incarnation = feed.hear(wire.Hello).incarnation
     for frames in ([b"\x80\x04N."], [b""], [b"\x81\x01\x02"], [b"a", b"b"], [wire.encode(wire.StopRank(1, "stop"))]):
         feed.say_bytes(*frames)
-    bad_rows = [(), (1, 1), (39, 40), (2**40,), tuple(range(12))]  # none, twice, out of range, too many tokens
+    bad_rows = [(), (1, 1), (39, 40 * 100), (2**40,), tuple(range(12))]  # none, twice, out of range, too many tokens
     items = tuple(wire.WorkItem(batch_word(index), rows) for index, rows in enumerate(bad_rows))
     feed.say(wire.Work(incarnation, FEED, items))
     feed.give(incarnation, 7)
