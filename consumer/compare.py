@@ -12,14 +12,15 @@ import torch
 from transformers import AutoTokenizer
 
 from ..common.runfile import RunFile
-from ..common.target import compute_dtype, load_causal_lm
+from ..common.target import compute_dtype, load_causal_lm, stop_tokens
 from ..common.target_info import TargetInfo, target_info
 from .checkpoint import load_state
 from .decode import Replay
 from .drafter import Drafter, DrafterConfig, init_drafter, read_target_tensors
-from .evaluate import EvalReport, evaluate_models, prompt_ids, read_prompts, stop_tokens
+from .evaluate import EvalReport, evaluate_models
 from .export import load_drafter
 from .plots import draw_evaluation
+from .prompts import prompt_ids, read_prompts
 
 SLOTS = 3  # of the block shown in the table
 
