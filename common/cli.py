@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
+from .cli_data import regenerate
 from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ def init(
         click.echo(f"set drafter.mask_token_id in it, then: paceline up {path}")
     else:
         click.echo(f"next: paceline up {path}")
+
+
+cli.add_command(regenerate)
 
 
 @cli.command()
