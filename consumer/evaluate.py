@@ -208,7 +208,7 @@ def near_tie(gap: float, top: float, dtype: torch.dtype) -> bool:
 
 def evaluate(drafter: Path, prompts: Path, *, limit: int | None = None, **options: Any) -> EvalReport:
     """`evaluate_sets` on one file of prompts, or its first `limit`."""
-    return evaluate_sets(drafter, [PromptSet(prompts.stem, read_prompts(prompts, limit))], **options).combined
+    return evaluate_sets(drafter, [PromptSet(prompts.name, read_prompts(prompts, limit))], **options).combined
 
 
 def evaluate_sets(

@@ -110,7 +110,7 @@ def load_set(reference: str, limit: int | None = None) -> PromptSet:
     path = Path(reference)
     if not path.exists() and not path.suffix and path.name == reference:
         raise UsageError(f"there is no prompt set {reference!r}, nor a file: the sets are {', '.join(set_names())}")
-    return PromptSet(path.stem, read_prompts(path, limit))
+    return PromptSet(path.name, read_prompts(path, limit))
 
 
 def load_sets(references: Sequence[str], limit: int | None = None) -> list[PromptSet]:

@@ -234,7 +234,7 @@ def test_sets_are_reported_apart_and_together(
     found = evaluate_sets(drafter_dir, sets, progress=lambda done, total: told.append((done, total)), **options)
     assert told == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
     first, second = found.reports
-    assert (first.prompts, second.prompts) == ("prompts", "second")
+    assert (first.prompts, second.prompts) == ("prompts.jsonl", "second.jsonl")
     assert (len(first.requests), len(second.requests)) == (2, 3)
     alone = evaluate(drafter_dir, second_file, **options)
     assert [r.text for r in alone.requests] == [r.text for r in second.requests]
@@ -243,19 +243,19 @@ def test_sets_are_reported_apart_and_together(
     assert both.new_tokens == first.new_tokens + second.new_tokens and both.steps == first.steps + second.steps
     assert both.pooled == pytest.approx((first.pooled * first.steps + second.pooled * second.steps) / both.steps)
     assert both.accepted == [a + b for a, b in zip(first.accepted, second.accepted, strict=True)]
-    assert [request.prompts for request in both.requests] == ["prompts"] * 2 + ["second"] * 3
+    assert [request.prompts for request in both.requests] == ["prompts.jsonl"] * 2 + ["second.jsonl"] * 3
     table = found.lines()
     assert [line.split()[:2] for line in table[:4]] == [
         ["prompts", "requests"],
-        ["prompts", "2"],
-        ["second", "3"],
+        ["prompts.jsonl", "2"],
+        ["second.jsonl", "3"],
         ["all", "5"],
     ]
     assert f"{second.pooled:.3f}" in table[2] and f"{second.per_position[1]:.2f}" in table[2]
     found.write(tmp_path / "deep" / "eval.json")
     values = json.loads((tmp_path / "deep" / "eval.json").read_text())
-    assert values["acceptance_length"]["pooled"] == both.pooled and values["prompts"] == "prompts, second"
-    assert [entry["prompts"] for entry in values["sets"]] == ["prompts", "second"]
+    assert values["acceptance_length"]["pooled"] == both.pooled and values["prompts"] == "prompts.jsonl, second.jsonl"
+    assert [entry["prompts"] for entry in values["sets"]] == ["prompts.jsonl", "second.jsonl"]
     assert values["sets"][1]["per_position"] == second.per_position and values["sets"][1]["requests"] == 3
     assert "leads" not in values
     draw_evaluation(found.by_name(), tmp_path / "sets.png")
