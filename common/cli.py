@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
+from .cli_data import regenerate
 from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ def init(
         click.echo(f"set drafter.mask_token_id in it, then: paceline up {path}")
     else:
         click.echo(f"next: paceline up {path}")
+
+
+cli.add_command(regenerate)
 
 
 @cli.command()
@@ -665,11 +669,13 @@ def uninstall_units(root: Path, dry_run: bool) -> None:
 @click.option("--target", help="Folder, GGUF file or hub id. Default: the target that DRAFTER was trained for.")
 @click.option(
     "--prompts",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help='JSONL of {"prompt": text} or {"messages": [...]}. Default: the 16 prompts of the demo.',
+    metavar="SET",
+    multiple=True,
+    help="A prompt set's name (demo, human-eval, gsm8k, bfcl-simple, bfcl-multiple, bfcl-parallel, bfcl-live), or a "
+    'JSONL file of {"prompt": text} or {"messages": [...]}. Repeatable. Default: demo, 16 prompts.',
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each set.")
+@click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--block-size", type=click.IntRange(min=2), help="Anchor included. Default: the drafter's.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
@@ -691,7 +697,9 @@ def uninstall_units(root: Path, dry_run: bool) -> None:
 @_json_option
 def evaluate(
     drafter: Path,
-    prompts: Path | None,
+    prompts: tuple[str, ...],
+    limit: int | None,
+    thinking: bool | None,
     temperature: float,
     top_p: float,
     top_k: int,
@@ -704,26 +712,29 @@ def evaluate(
 ) -> int:
     """Measure acceptance length and speed-up in real decoding.
 
-    DRAFTER is a checkpoint or an exported folder. Exit code 1 if the output is not what the target alone would write.
+    DRAFTER is a checkpoint or an exported folder. Several prompt sets make a table and a curve each. Exit code 1 if the
+    output is not what the target alone would write.
     """
     from ..consumer.decode import Sampling
-    from ..consumer.evaluate import evaluate as evaluate_drafter
-    from .demo import DATA
+    from ..consumer.evaluate import evaluate_sets
+    from ..consumer.prompts import DEMO, load_sets
+    from ..producer.chat import thinking_variables
 
     sampling = Sampling(temperature, top_p, top_k, proposals, seed)
+    sets = load_sets(prompts or [DEMO], limit)
+    template = thinking_variables(thinking)
     with _counter("prompts") as count:
         progress = None if count is None else lambda done, _all: count(done)
-        report = evaluate_drafter(
-            drafter, prompts or DATA / "prompts.jsonl", sampling=sampling, progress=progress, **options
-        )
+        report = evaluate_sets(drafter, sets, sampling=sampling, template_kwargs=template, progress=progress, **options)
     if out is not None:
         report.write(out)
     if picture is not None:
         from ..consumer.plots import draw_evaluation
 
-        draw_evaluation({drafter.name: report}, picture)
+        several = len(sets) > 1
+        draw_evaluation(report.by_name() if several else {drafter.name: report.combined}, picture)
     click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
-    return 0 if report.lossless else 1
+    return 0 if report.combined.lossless else 1
 
 
 @cli.command(short_help="Write a checkpoint's drafter for engines to load, and check it.")

@@ -46,7 +46,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .errors import ConfigError
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
 
-__all__ = ["FrozenHead", "Sink", "Target", "convert_gguf", "load_causal_lm", "packed_attention"]
+__all__ = ["FrozenHead", "Sink", "Target", "convert_gguf", "load_causal_lm", "packed_attention", "stop_tokens"]
 
 log = logging.getLogger(__name__)
 
@@ -402,6 +402,13 @@ def load_causal_lm(
     """The whole model, head included, for generation. `path` is a folder, GGUF file or hub id."""
     model = _load(target_folder(path), dtype, trust_remote_code)
     return model.to(device)  # pyright: ignore[reportArgumentType] (its stub takes no torch.device)
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: those of the model's generation config and the tokenizer's end token."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
 # The frozen head ---------------------------------------------------------------------------------------------------

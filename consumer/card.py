@@ -183,15 +183,24 @@ def _acceptance(state: CheckpointState, evaluations: Sequence[Evaluation]) -> It
     yield ""
     yield "| prompts | requests | pooled | mean of requests | decoding | accepted up to slot 1, 2, … |"
     yield "|---|---|---|---|---|---|"
-    for report in evaluations:
+    for report, requests in (row for evaluation in evaluations for row in _by_set(evaluation)):
         lengths, sampling = report["acceptance_length"], report["sampling"]
         how = "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']}"
         slots = " ".join(f"{rate:.2f}" for rate in report["per_position"])
         yield (
-            f"| {report.get('prompts') or 'not named'} | {len(report['requests'])} | {lengths['pooled']:.3f} | "
+            f"| {report.get('prompts') or 'not named'} | {requests} | {lengths['pooled']:.3f} | "
             f"{lengths['mean_of_requests']:.3f} | {how}, {report['max_new_tokens']} new tokens, {report['dtype']} on "
             f"{report['device']} | {slots} |"
         )
+
+
+def _by_set(report: Evaluation) -> Iterator[tuple[Evaluation, int]]:
+    """An evaluation on several prompt sets as one of each, with its number of requests."""
+    sets = report.get("sets", [])
+    if len(sets) < 2:
+        yield report, len(report["requests"])
+    else:
+        yield from (({**report, **figures}, figures["requests"]) for figures in sets)
 
 
 # How it was trained
@@ -206,7 +215,7 @@ def _recipe_facts(state: CheckpointState) -> Iterator[tuple[str, str]]:
 
 def _data_facts(state: CheckpointState) -> Iterator[tuple[str, str]]:
     data = state.run["data"]
-    sources = [*data.get("files", ()), *([data["rows"]] if data.get("rows") else [])]
+    sources = [*(file["path"] for file in data.get("files", ())), *([data["rows"]] if data.get("rows") else [])]
     yield "sources", ", ".join(_short(source) for source in sources)
     if "dataset" in state.fingerprint:
         yield "digest of the prepared rows", f"`{state.fingerprint['dataset']}`"

@@ -11,14 +11,15 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from ..common.runfile import RunFile
-from ..common.target import compute_dtype, load_causal_lm
+from ..common.target import compute_dtype, load_causal_lm, stop_tokens
 from ..common.target_info import target_info
 from .checkpoint import load_state
 from .decode import Replay
 from .drafter import Drafter
-from .evaluate import EvalReport, evaluate_models, prompt_ids, read_prompts, stop_tokens
+from .evaluate import EvalReport, evaluate_models
 from .export import load_drafter
 from .plots import draw_evaluation
+from .prompts import prompt_ids, read_prompts
 from .start import first_drafter
 
 SLOTS = 3  # of the block shown in the table

@@ -12,8 +12,9 @@ block_size for a perfect one. Pooled: all tokens over all verifications. Mean of
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,20 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..common import __version__
 from ..common.errors import ConfigError, UsageError
-from ..common.target import compute_dtype, load_causal_lm
+from ..common.target import compute_dtype, load_causal_lm, stop_tokens
 from ..common.target_info import TargetInfo, target_info
 from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, narrow_linears, replay, speculate
 from .drafter import DrafterConfig
 from .export import drafter_source, load_drafter
+from .prompts import PromptSet, prompt_ids, read_prompts
 from .shortfall import decoding_shortfall
 
 NEAR_TIE_ULPS = 8
 """A differing token is a near-tie if its logit is within so many units in the last place (of the model's dtype, at the
 size of the best logit) of the best one. bfloat16 keeps 8 bits: at a logit of 20 the unit is 0.125."""
+
+
+SLOTS_SHOWN = 6  # of the block, in the table of several sets
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Request:
     speculative_seconds: float
     plain_seconds: float
     text: str | None
+    prompts: str = ""  # name of the set it is from
 
 
 @dataclass
@@ -81,8 +87,9 @@ class EvalReport:
     differences: list[Difference] | None  # None: sampled, nothing to compare
     median_lead: float  # median logit gap between the target's best and second token, for scale
     versions: dict[str, str] = field(default_factory=dict)
-    prompts: str = ""  # name of their file
+    prompts: str = ""  # name of the set, or of all of them
     source: dict[str, Any] = field(default_factory=dict)  # run, run id, step and metrics of the drafter's checkpoint
+    leads: list[float] = field(default_factory=list, repr=False)  # the gaps that median_lead is of; not written
 
     @property
     def steps(self) -> int:
@@ -141,8 +148,9 @@ class EvalReport:
             return None
         return decoding_shortfall(self.source, self.pooled)
 
-    def to_json(self) -> dict[str, Any]:
-        derived = {
+    def summary(self) -> dict[str, Any]:
+        """The figures without the requests."""
+        return {
             "warning": self.warning,
             "acceptance_length": {
                 "counts": "bonus token included",
@@ -160,10 +168,14 @@ class EvalReport:
             "verifications": self.steps,
             "lossless": self.lossless if self.differences is not None else None,
         }
-        return derived | asdict(self)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(replace(self, leads=[]))
+        del fields["leads"]
+        return self.summary() | fields
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        _write_json(path, self.to_json())
 
     def lines(self) -> list[str]:
         """The report in a few lines of text."""
@@ -206,9 +218,14 @@ def near_tie(gap: float, top: float, dtype: torch.dtype) -> bool:
     return gap <= NEAR_TIE_ULPS * unit
 
 
-def evaluate(
+def evaluate(drafter: Path, prompts: Path, *, limit: int | None = None, **options: Any) -> EvalReport:
+    """`evaluate_sets` on one file of prompts, or its first `limit`."""
+    return evaluate_sets(drafter, [PromptSet(prompts.name, read_prompts(prompts, limit))], **options).combined
+
+
+def evaluate_sets(
     drafter: Path,
-    prompts: Path,
+    sets: Sequence[PromptSet],
     *,
     target: str | None = None,
     max_new_tokens: int = 128,
@@ -216,41 +233,125 @@ def evaluate(
     block_size: int | None = None,
     dtype: str = "bfloat16",
     device: str | None = None,
-    limit: int | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> EvalReport:
-    """Loads both models and evaluates the drafter on the first `limit` prompts of a JSONL file (`read_prompts`).
+) -> "Evaluation":
+    """Loads both models and evaluates the drafter on each set of prompts.
 
     drafter: a checkpoint or an exported folder. target: folder, GGUF file or hub id; default: the one that the drafter
-    was trained for. device: default cuda if there is one; a CPU without fast
-    bfloat16 computes in float32. progress(done, all) after each prompt.
+    was trained for. device: default cuda if there is one; a CPU without fast bfloat16 computes in float32.
+    template_kwargs: variables for the chat template. progress(done, all) after each prompt, over all sets.
     """
     source = drafter_source(drafter)
     target = target or source.get("target")
     if target is None:
         raise UsageError(f"{drafter} does not say which target it is for: give --target")
-    messages = read_prompts(prompts, limit)
     info = target_info(target)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_causal_lm(info.path, compute_dtype(dtype, device), device, trust_remote_code)
     loaded = load_drafter(drafter, dtype=model.dtype, device=device, num_target_layers=info.num_layers)
     check_fits(loaded.config, info)
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
-    report = evaluate_models(
-        loaded,
-        model,
-        prompt_ids(tokenizer, messages),
-        max_new_tokens=max_new_tokens,
-        stop_ids=stop_tokens(model, tokenizer),
-        sampling=sampling,
-        block_size=block_size,
-        names=(str(drafter), target),
-        decode=lambda ids: str(tokenizer.decode(ids)),
-        progress=(lambda done: progress(done, len(messages))) if progress else None,
-    )
-    report.prompts, report.source = prompts.name, source
-    return report
+    total = sum(len(found.prompts) for found in sets)
+    starts = accumulate((len(found.prompts) for found in sets), initial=0)
+    reports = []
+    for found, start in zip(sets, starts, strict=False):
+        report = evaluate_models(
+            loaded,
+            model,
+            prompt_ids(tokenizer, found.prompts, template_kwargs),
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_tokens(model, tokenizer),
+            sampling=sampling,
+            block_size=block_size,
+            names=(str(drafter), target),
+            decode=lambda ids: str(tokenizer.decode(ids)),
+            progress=(lambda done, start=start: progress(start + done, total)) if progress else None,
+        )
+        requests = [replace(request, prompts=found.name) for request in report.requests]
+        reports.append(replace(report, prompts=found.name, source=source, requests=requests))
+    return Evaluation(reports)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One drafter on several prompt sets: a report each, of the same models and settings."""
+
+    reports: list[EvalReport]
+
+    @property
+    def combined(self) -> EvalReport:
+        """All requests as if they were of one set."""
+        first, *rest = self.reports
+        if not rest:
+            return first
+        starts = accumulate((len(report.requests) for report in self.reports), initial=0)
+        differences = None
+        if first.differences is not None:
+            differences = [
+                replace(difference, prompt=start + difference.prompt)
+                for report, start in zip(self.reports, starts, strict=False)
+                for difference in report.differences or []
+            ]
+        leads = [lead for report in self.reports for lead in report.leads]
+        return replace(
+            first,
+            prompts=", ".join(report.prompts for report in self.reports),
+            requests=[request for report in self.reports for request in report.requests],
+            drafted=_sums(report.drafted for report in self.reports),
+            reached=_sums(report.reached for report in self.reports),
+            accepted=_sums(report.accepted for report in self.reports),
+            differences=differences,
+            leads=leads,
+            median_lead=statistics.median(leads),
+        )
+
+    def by_name(self) -> dict[str, EvalReport]:
+        return {report.prompts: report for report in self.reports}
+
+    def to_json(self) -> dict[str, Any]:
+        """The combined report, and under `sets` the figures of each set."""
+        sets = [
+            {"prompts": report.prompts, "requests": len(report.requests), **report.summary()} for report in self.reports
+        ]
+        return self.combined.to_json() | {"sets": sets}
+
+    def write(self, path: Path) -> None:
+        _write_json(path, self.to_json())
+
+    def lines(self) -> list[str]:
+        """The report as text; several sets as a table, the combined figures under it."""
+        if len(self.reports) == 1:
+            return self.combined.lines()
+        return [*_table(self), "", *self.combined.lines()]
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _sums(columns: Iterable[list[int]]) -> list[int]:
+    return [sum(slot) for slot in zip(*columns, strict=True)]
+
+
+def _table(evaluation: Evaluation) -> list[str]:
+    """A line a set, and one for all. Columns: requests, acceptance length (pooled, mean of requests), speed-up, and the
+    share of verifications that accepted slots 1 to k, for the first few k."""
+    slots = min(SLOTS_SHOWN, len(evaluation.reports[0].per_position))
+    header = ["prompts", "requests", "pooled", "mean", "speed-up", *(f"slot {k}" for k in range(1, slots + 1))]
+    rows = [header]
+    for report in [*evaluation.reports, replace(evaluation.combined, prompts="all")]:
+        figures = [f"{report.pooled:.3f}", f"{report.mean_of_requests:.3f}", f"{report.speedup:.2f}"]
+        shares = [f"{rate:.2f}" for rate in report.per_position[:slots]]
+        rows.append([report.prompts, str(len(report.requests)), *figures, *shares])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(cells))
+        for row in rows
+        for cells in [list(zip(row, widths, strict=True))]
+    ]
 
 
 def check_fits(config: DrafterConfig, info: TargetInfo) -> None:
@@ -328,6 +429,7 @@ def evaluate_models(
         accepted=tally.accepted,
         differences=tally.differences if sampling.greedy else None,
         median_lead=statistics.median(tally.leads),
+        leads=tally.leads,
         versions=_versions(),
     )
 
@@ -376,56 +478,3 @@ class _Tally:
 
 def _versions() -> dict[str, str]:
     return {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def read_prompts(path: Path, limit: int | None = None) -> list[list[dict[str, Any]]]:
-    """Chat messages of each line of a JSONL file: `{"prompt": text}` or `{"messages": [...]}`, whose last assistant
-    turn, if it ends the conversation, is left out."""
-    prompts: list[list[dict[str, Any]]] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read prompts: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            prompts.append(_messages(line, f"{path}:{number}"))
-        if limit is not None and len(prompts) == limit:
-            break
-    if not prompts:
-        raise ConfigError(f"{path}: no prompts in it")
-    return prompts
-
-
-def _messages(line: str, where: str) -> list[dict[str, Any]]:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
-    if isinstance(item, dict) and isinstance(item.get("prompt"), str):
-        return [{"role": "user", "content": item["prompt"]}]
-    messages = item.get("messages") if isinstance(item, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ConfigError(f'{where}: expected {{"prompt": text}} or {{"messages": [...]}}')
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ConfigError(f"{where}: no message before the answer")
-    return messages
-
-
-def prompt_ids(tokenizer: Any, prompts: Sequence[list[dict[str, Any]]]) -> list[list[int]]:
-    """Token ids of each prompt, with the chat template's generation prompt; without a template, the bare text."""
-    if not getattr(tokenizer, "chat_template", None):
-        return [tokenizer("\n".join(str(m["content"]) for m in messages))["input_ids"] for messages in prompts]
-    found = []
-    for messages in prompts:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-        found.append(list(ids["input_ids"]))
-    return found
-
-
-def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: those of the model's generation config and the tokenizer's end token."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..common.errors import ConfigError, PacelineError, UsageError
-from ..common.target import load_causal_lm, quiet_loading
+from ..common.target import load_causal_lm, quiet_loading, stop_tokens
 from ..common.target_info import target_info
 from .decode import Generation, TargetDecoder, narrow_linears, speculate
 from .drafter import SLIDING, ContextCache, Drafter, DrafterConfig
-from .evaluate import check_fits, prompt_ids, read_prompts, stop_tokens
+from .evaluate import check_fits
 from .export import drafter_target, read_drafter, torch_dtype
 from .formats import is_speculators, read_config
+from .prompts import prompt_ids, read_prompts
 
 PACKAGES = {"zlab": ("dflash",), "speculators": ("speculators", "hs-connectors")}
 BLOCKS = 8  # compared in each answer

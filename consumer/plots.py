@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#9aa5b1", "#1f6feb", "#d9480f", "#2b8a3e")
+COLOURS = ("#9aa5b1", "#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#e0a100", "#0b7285", "#c2255c")
 
 
 def draw_evaluation(reports: Mapping[str, EvalReport], path: Path) -> None:

@@ -250,6 +250,21 @@ class ChatEncoder:
 
         return not renders(word) and renders(_parts(word))
 
+    def prompt_text(self, asked: Conversation) -> str:
+        """What a target reads before it answers: the messages and the generation prompt. Raises Refused."""
+        return _unmarked(self.render(asked.messages, asked.tools, asked.variables, True))
+
+    def answer_text(self, row: Mapping[str, Any]) -> str:
+        """What comes after that in the rendering of a row that ends with an answer; a cut answer's end is as in
+        `encode`. Raises Refused if the prompt's text is no prefix of the row's."""
+        conversation = read(row)
+        assert isinstance(conversation, Conversation)
+        renderings, end = _Renderings(self, conversation), len(conversation.messages)
+        prompt, whole = renderings.text(end - 1, prompt=True), renderings.text(end)
+        if not whole.startswith(prompt):
+            raise Refused("the generation prompt is no prefix of the rendered answer", f"messages[{end - 1}]")
+        return whole[len(prompt) :]
+
     def marks(self, tools: Any) -> bool:
         """Whether the template for these tools has generation markers."""
         return self._template_name(tools) in self._marked

@@ -90,23 +90,54 @@ def read(row: Any) -> Conversation | Encoded:
     raise Refused("no messages")
 
 
+def read_open(row: Any) -> Conversation:
+    """A row that need not end with an answer, nor have one: what a target is to answer. A row that is one text under
+    `prompt` counts as the user's message. Raises Refused."""
+    if not isinstance(row, Mapping):
+        raise Refused("not a JSON object")
+    name = next((name for name in _MESSAGES if row.get(name) is not None), None)
+    if name is not None:
+        messages = _all_messages(row, row[name], name)
+    elif isinstance(row.get("prompt"), str):
+        messages = _all_messages(row, [{"role": "user", "content": row["prompt"]}], "prompt")
+    else:
+        raise Refused("no messages")
+    return Conversation(
+        messages=messages,
+        answers=[at for at, message in enumerate(messages) if message["role"] == "assistant"],
+        tools=_tools(row.get("tools")),
+        finished=True,
+        variables=_variables(row),
+        open_thinking=None,
+    )
+
+
 # Conversations
 
 
-def _conversation(row: Mapping[str, Any], messages: Any, name: str) -> Conversation:
+def _all_messages(row: Mapping[str, Any], messages: Any, name: str) -> list[dict[str, Any]]:
     if isinstance(messages, str):  # Parquet files sometimes hold them as JSON
         messages = _parsed(messages, name)
     if not isinstance(messages, list) or not messages:
         raise Refused("no messages")
-    messages = _with_system([_message(message, at) for at, message in enumerate(messages)], row.get("system"))
-    finished = row.get("finished")
-    if finished is not None and not isinstance(finished, bool):
-        raise Refused("finished is neither true nor false")
+    return _with_system([_message(message, at) for at, message in enumerate(messages)], row.get("system"))
+
+
+def _variables(row: Mapping[str, Any]) -> Mapping[str, Any]:
     variables = row.get("chat_template_kwargs")
     if isinstance(variables, str):
         variables = _parsed(variables, "chat_template_kwargs") if variables.strip() else None
     if variables is not None and not isinstance(variables, Mapping):
         raise Refused("chat_template_kwargs is not an object")
+    return variables or {}
+
+
+def _conversation(row: Mapping[str, Any], messages: Any, name: str) -> Conversation:
+    messages = _all_messages(row, messages, name)
+    finished = row.get("finished")
+    if finished is not None and not isinstance(finished, bool):
+        raise Refused("finished is neither true nor false")
+    variables = _variables(row)
     answers = _answers(messages)
     still_open = [at for at in answers if _is_open(messages[at]["content"])]
     if still_open and (finished is not False or still_open != answers[-1:]):
@@ -116,7 +147,7 @@ def _conversation(row: Mapping[str, Any], messages: Any, name: str) -> Conversat
         answers=answers,
         tools=_tools(row.get("tools")),
         finished=finished is not False,
-        variables=variables or {},
+        variables=variables,
         open_thinking=messages[answers[-1]]["content"] if still_open else None,
     )
 

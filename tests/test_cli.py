@@ -67,7 +67,19 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"paceline {__version__}\n"
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in ("prepare", "up", "producer", "consumer", "rings", "status", "metrics", "doctor", "audit", "clean"):
+    for command in (
+        "regenerate",
+        "prepare",
+        "up",
+        "producer",
+        "consumer",
+        "rings",
+        "status",
+        "metrics",
+        "doctor",
+        "audit",
+        "clean",
+    ):
         assert f"\n  {command}" in shown
     assert "..." not in shown.partition("Commands:")[2], "every command's help fits its line"
 

@@ -1,5 +1,8 @@
 """Speculative decoding: lossless, aligned, and equal to the target alone."""
 
+import math
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -243,3 +246,123 @@ def test_narrow_linears_give_the_same(bias: bool, shape: tuple[int, ...]) -> Non
     made = turned(x)
     assert made.shape == (*shape, 40)
     torch.testing.assert_close(made, plain_layer(x))
+
+
+# The distribution of what is decoded
+
+STATES = 8  # tokens
+TOKENS = 4000
+
+
+class Chain:
+    """In place of `TargetDecoder`: a target whose next token depends on the last one alone, by a table of logits, so
+    that its output is a Markov chain. States are one-hot tokens; the head turns them into the drafter's logits."""
+
+    device = torch.device("cpu")
+    table = 1.5 * torch.randn(STATES, STATES, generator=torch.Generator().manual_seed(11))
+    drafts = 1.5 * torch.randn(STATES, STATES, generator=torch.Generator().manual_seed(12))
+
+    def __init__(self, model: Any, layer_ids: Any = ()) -> None:
+        self.length = 0
+
+    def forward(self, tokens: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
+        self.length += len(tokens)
+        return self.table[tokens], self.embed(tokens)
+
+    def keep(self, length: int) -> None:
+        self.length = length
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return nn.functional.one_hot(tokens, STATES).float()
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return hidden @ (self.table + self.drafts) / 1.5
+
+
+class Shifting:
+    """Drafts from another row of the head's table in each slot: sometimes near the target's choice, mostly not."""
+
+    config = Shape(5, [0])
+
+    def draft(self, block_embeds: Tensor, features: Tensor, cache: ContextCache) -> Tensor:
+        anchor = block_embeds[:, :1]
+        return torch.cat([anchor.roll(max(slot - 1, 0), -1) for slot in range(block_embeds.shape[1])], 1)
+
+
+def transitions(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Counts [S, S] of token pairs in one long speculative decoding, and the target's own probabilities [S, S] in
+    float64, computed here from its logits by the definitions of temperature, top-k and nucleus."""
+    monkeypatch.setattr("paceline.consumer.decode.TargetDecoder", Chain)
+    made = speculate(Shifting(), cast(Any, None), [0, 1, 2], max_new_tokens=TOKENS, sampling=sampling)
+    drafted, accepted = sum(s.drafted for s in made.steps), sum(s.accepted for s in made.steps)
+    assert 0.03 < accepted / drafted < 0.9, "both rules are at work"
+    counts = torch.zeros(STATES, STATES, dtype=torch.float64)
+    for before, after in pairwise(made.tokens):
+        counts[before, after] += 1
+    return counts, torch.stack([own_distribution(row, sampling) for row in Chain.table.double()])
+
+
+def own_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    p = [math.exp(value / sampling.temperature) for value in logits.tolist()]
+    order = sorted(range(STATES), key=lambda token: -p[token])
+    kept = order[: sampling.top_k] if sampling.top_k else order
+    nucleus, mass, total = [], 0.0, sum(p[token] for token in kept)
+    for token in kept:
+        if mass >= sampling.top_p:
+            break
+        nucleus.append(token)
+        mass += p[token] / total
+    whole = sum(p[token] for token in nucleus)
+    return torch.tensor([p[token] / whole if token in nucleus else 0.0 for token in range(STATES)], dtype=torch.float64)
+
+
+def z_score(counts: Tensor, own: Tensor) -> float:
+    """Pearson's chi-square of the transitions out of each token against `own`, in standard deviations from its mean
+    (Wilson and Hilferty's cube root). Rare cells of a token are taken together."""
+    statistic = degrees = 0.0
+    for row, p in zip(counts, own, strict=True):
+        expected = p * row.sum()
+        common = expected >= 5
+        cells = [(row[i], expected[i]) for i in range(STATES) if common[i]]
+        rest = float(expected[~common].sum())
+        if rest >= 5:
+            cells.append((row[~common].sum(), expected[~common].sum()))
+        if len(cells) > 1:
+            statistic += sum(float((seen - wanted) ** 2 / wanted) for seen, wanted in cells)
+            degrees += len(cells) - 1
+    spread = 2 / (9 * degrees)
+    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5
+
+
+SAMPLINGS = {
+    "plain": Sampling(temperature=1.0, seed=1),
+    "warm nucleus": Sampling(temperature=1.3, top_p=0.8, seed=2),
+    "cool top-k": Sampling(temperature=0.8, top_k=4, seed=3),
+    "both": Sampling(temperature=1.6, top_p=0.9, top_k=5, seed=4),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("proposals", ["greedy", "sampled"])
+def test_decoding_draws_from_the_targets_distribution(
+    proposals: Proposals, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, own = transitions(replace(SAMPLINGS[name], proposals=proposals), monkeypatch)
+    assert counts[own == 0].sum() == 0, "tokens outside top-k or nucleus never come"
+    assert z_score(counts, own) < 4
+
+
+@pytest.mark.parametrize("proposals", ["greedy", "sampled"])
+def test_the_distribution_test_sees_a_wrong_rule(proposals: Proposals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeping a draft that fell in one case of five moves the distribution, and the statistic shows it."""
+    honest = accept_sampled
+
+    def lenient(drafts: Tensor, q: Tensor | None, p: Tensor, draw: torch.Generator) -> tuple[int, int]:
+        accepted, token = honest(drafts, q, p, draw)
+        if accepted < drafts.shape[0] and torch.rand(1, generator=draw) < 0.2:
+            token = int(drafts[accepted])
+        return accepted, token
+
+    monkeypatch.setattr("paceline.consumer.decode.accept_sampled", lenient)
+    counts, own = transitions(Sampling(temperature=1.0, proposals=proposals, seed=1), monkeypatch)
+    assert z_score(counts, own) > 6

@@ -13,7 +13,7 @@ from paceline.common import inspect
 from paceline.common.demo import CPU, DATA, Timeline, Victim, demo, find_target
 from paceline.common.errors import ConfigError
 from paceline.common.runfile import load
-from paceline.consumer.evaluate import read_prompts
+from paceline.consumer.prompts import read_prompts
 from rich.console import Console
 
 TINY = dataclasses.replace(
@@ -72,7 +72,7 @@ def test_only_an_earlier_demos_folder_is_replaced(tmp_path: Path) -> None:
 
 
 def test_the_slice_and_the_prompts() -> None:
-    prompts = {messages[0]["content"] for messages in read_prompts(DATA / "prompts.jsonl")}
+    prompts = {prompt.messages[0]["content"] for prompt in read_prompts(DATA / "prompts.jsonl")}
     assert len(prompts) == 16
     assert (DATA / "answers.jsonl.gz").stat().st_size < 500_000
     assert set(CPU.sources) <= set(module.GPU.sources)
@@ -85,7 +85,7 @@ def test_prompts_are_held_out(tmp_path: Path) -> None:
     with gzip.open(path, "rt") as file:
         asked = {json.loads(line)["messages"][0]["content"] for line in file}
     assert len(asked) > 1000
-    assert not asked & {messages[0]["content"] for messages in read_prompts(DATA / "prompts.jsonl")}
+    assert not asked & {prompt.messages[0]["content"] for prompt in read_prompts(DATA / "prompts.jsonl")}
 
 
 def test_target_is_found_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:

