@@ -212,6 +212,8 @@ def compare(rows: int, rounds: int, processes: int, target: str, check: bool) ->
                 (folder / "chats.jsonl").symlink_to(root / f"{name}.jsonl")
             few, whole = (measure(arm, folder, processes) for folder in folders.values())
             results[arm].append(whole.less(few))
+            if results[arm][-1].seconds <= 0:
+                raise SystemExit(f"{arm}: {rows} rows took less time than {FEW}: the machine is too busy to measure")
             made.add(digest(rows_of(arm, folders["all"])))
     tokens = max(count for count, _ in made)
     Console().print(table(results, rows - FEW, f"{rows:,} rows, {tokens:,} tokens, {processes} processes"))
