@@ -217,7 +217,7 @@ def _entries(data: bytes, states: Path) -> Iterator[tuple[bytes, Place]]:
 def _sum(planes: Sequence[memoryview]) -> int:
     """One checksum over the planes' own, so that they need not lie side by side."""
     sums = np.array([checksum(part, len(part)) for part in planes], np.uint64)
-    return checksum(memoryview(sums), sums.nbytes)
+    return checksum(sums.data, sums.nbytes)
 
 
 class RecordingSource:
