@@ -257,7 +257,7 @@ def test_both_sides_on_one_gpu_share_its_memory():
     ("rates", "said"),
     [
         ({"target_rate": "4.5"}, "give both"),
-        ({"target_rate": "4.5", "drafter_rate": "0.3b"}, "one unit"),
+        ({"target_rate": "4.5", "drafter_rate": "0.3b"}, "must both be"),
         ({"target_rate": "fast", "drafter_rate": "3"}, "rates are numbers"),
         ({"target_rate": "0", "drafter_rate": "3"}, "above 0"),
     ],
