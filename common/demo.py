@@ -96,10 +96,10 @@ CPU = Recipe(
     schedule="wsd",
     warmup=0.1,
     epochs=1,
-    max_steps=300,
+    max_steps=280,
     held_out=4,
-    evaluate_every=100,
-    new_tokens=16,
+    evaluate_every=70,
+    new_tokens=14,
 )
 
 GPU = Recipe(
