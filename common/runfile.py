@@ -479,7 +479,7 @@ def _absolute(values: dict[str, Any], folder: Path) -> None:
     """Makes the paths among `values` absolute, relative ones from `folder`. Leaves hub ids and wrong types alone."""
 
     def place(text: Any) -> Any:
-        return str(folder / Path(text).expanduser()) if isinstance(text, str) and text else text
+        return str(folder / Path(text).expanduser()) if isinstance(text, str) and text not in ("", NONE) else text
 
     if "output" in values:
         values["output"] = place(values["output"])

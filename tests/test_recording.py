@@ -296,3 +296,4 @@ def test_the_setting_is_a_path_beside_the_run_file(tmp_path):
         '[stream]\nrecord_to = "kept"\n'
     )
     assert load(tmp_path / "run.toml").stream.record_to == str(tmp_path / "kept")
+    assert load(tmp_path / "run.toml", ["stream.record_to=none"]).stream.record_to is None
