@@ -312,7 +312,7 @@ def plan(
     Speed is computed from what one worker and one rank do when they never wait: the rates given, or what this run's
     trainer measured, or an estimate from the shapes.
     """
-    from .planner import make_plan, plan_json, plan_lines
+    from .planner import make_plan, plan_json, plan_lines, supervised_share
     from .target_info import resolve_layer_ids, target_info
 
     run = _load(run_path, overrides)
@@ -325,6 +325,7 @@ def plan(
         memory=gpu_memory,
         target_rate=target_rate,
         drafter_rate=drafter_rate,
+        supervised=supervised_share(run),
     )
     click.echo(json.dumps(plan_json(made)) if as_json else "\n".join(plan_lines(made)))
     return 0 if made.fits else 1

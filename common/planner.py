@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import paths
-from .errors import UsageError
+from .errors import ConfigError, UsageError
 from .footprint import Parts, Shape, largest_micro_batch, rank_parts, ring_bytes, slots_of, target_weights, worker_parts
 from .forecast import Rates, Split, forecast, live_rates, splits
+from .rows import read_meta
 from .space import free_bytes, size_text
 from .telemetry import read_status
 
@@ -163,6 +164,17 @@ def make_plan(
         speed=speed,
         why_no_speed=why,
     )
+
+
+def supervised_share(run: "RunFile") -> float | None:
+    """Of the tokens of `data.rows`; None where the rows are not prepared yet."""
+    if run.data.rows is None:
+        return None
+    try:
+        meta = read_meta(Path(run.data.rows))
+    except ConfigError:
+        return None
+    return meta["supervised"] / meta["tokens"]
 
 
 def _nearest(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drafting import CONFIG, HIDDEN, INFO, make_drafter, make_head, make_rows, make_run
@@ -299,6 +300,17 @@ def test_an_estimate_says_so_and_is_not_made_for_small_targets(monkeypatch):
     # docs/performance.md: 31.1 Ktok/s by 36 layers, 21.4 to 22.2 Ktok/s with 512 anchors a row of 3,072
     assert made.speed.rates.target == pytest.approx(31.1, rel=0.1)
     assert made.speed.rates.drafter == pytest.approx(21.8, rel=0.1)
+
+
+def test_the_supervised_share_is_the_rows_own(tmp_path):
+    from paceline.common.rows import RowsWriter
+
+    run = make_run(data={"rows": str(tmp_path / "rows"), "max_length": 64})
+    assert planner.supervised_share(run) is None
+    with RowsWriter(tmp_path / "rows") as writer:
+        writer.add(np.arange(10, dtype=np.int32), np.array([0] * 6 + [1] * 4, np.uint8))
+        writer.finish({})
+    assert planner.supervised_share(run) == pytest.approx(0.4)
 
 
 def test_the_command_on_a_run_file(tmp_path, capsys):
