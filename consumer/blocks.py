@@ -8,26 +8,22 @@ exists. All blocks of all rows lie one after another: S slots in N blocks over T
     sees its own block                  both ways; no other block
     counts with m_k·exp(-(k-1)/γ)       m_k = 1 while every label up to k is supervised and inside the document; m_0 = 0
 
-`pack_blocks` is plain numpy on the host. Two implementations of the mask follow: `DenseAttention` (SDPA with an
-explicit mask, document by document: the reference, used on CPU) and `FlexAttention` (flex_attention with a tile mask:
-CUDA).
+`pack_blocks` is plain numpy on the host. `DenseAttention` is SDPA with an explicit mask, document by document: the
+reference, used on CPU. On CUDA the kernels of attention.py do the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from .drafter import ContextKV, sdpa
+from .drafter import Attend, ContextKV, sdpa
 
-TILE = 128  # queries and keys of a flex_attention tile
+MAX_HEAD_DIM = 256  # of the kernels in attention.py
 
 
 class Span(NamedTuple):
@@ -188,126 +184,20 @@ def _join(context: Tensor, block: Tensor, span: Span) -> Tensor:
     return torch.cat([context[:, span.context_from : span.context_to], block[:, span.slot_from : span.slot_to]], 1)
 
 
-class FlexAttention:
-    """flex_attention over [context ; slots], both padded to whole tiles, with a tile mask made on the host.
-
-    The tile mask needs no S×T work: slots lie in document and anchor order, so what all slots of a tile see of the
-    context is one range, what any of them sees is another, and both follow from the tables' minima and maxima over
-    the tile. Key tiles inside the first are full (no mask evaluated), those that only meet the second are partial.
-    A padded slot repeats the last slot's range and is a block of its own, so no row is without a key.
-    """
-
-    def __init__(self, blocks: Blocks, context: int, device: torch.device | str, *, compiled: bool) -> None:
-        """context: T of the tensors that the calls will bring. compiled: through torch.compile (CUDA)."""
-        self._device, self._slots, self._compiled = torch.device(device), blocks.slots, compiled
-        self._tables = _tables(blocks, context)
-        self._masks: dict[int | None, BlockMask] = {}
-
-    def __call__(self, q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:
-        keys, values = (_joined_tiles(a, b) for a, b in zip(context, block, strict=True))
-        kernel = _compiled_flex() if self._compiled else flex_attention
-        mixed = kernel(_tiles(q)[None], keys[None], values[None], block_mask=self.mask(window), enable_gqa=True)
-        assert isinstance(mixed, Tensor)
-        return mixed[0, :, : self._slots]
-
-    def mask(self, window: int | None) -> BlockMask:
-        if window not in self._masks:
-            self._masks[window] = _block_mask(self._tables, window, self._device)
-        return self._masks[window]
-
-
-class _Tables(NamedTuple):
-    """int32 tables of the padded micro-batch; keys are the padded context, then the padded slots."""
-
-    see_from: NDArray[np.int32]  # [S'] context seen by a slot, as key indices
-    see_to: NDArray[np.int32]
-    block: NDArray[np.int32]  # [S']
-    slot: NDArray[np.int32]
-    key_block: NDArray[np.int32]  # [T' + S'], -1 for context
-    key_slot: NDArray[np.int32]
-
-
-def _tables(blocks: Blocks, context: int) -> _Tables:
-    padding = _padded(blocks.slots) - blocks.slots
-    extend = {"pad_width": (0, padding), "mode": "edge"}
-    see_from, see_to, slot = (np.pad(a, **extend) for a in (blocks.see_from, blocks.see_to, blocks.slot))
-    block = np.concatenate([blocks.block, blocks.count + np.arange(padding)])
-    before = np.full(_padded(context), -1)
-    columns = see_from, see_to, block, slot, np.concatenate([before, block]), np.concatenate([before, slot])
-    return _Tables(*(column.astype(np.int32) for column in columns))
-
-
-def _seen_from(tables: _Tables, window: int | None) -> NDArray[np.int32]:
+def seen_from(blocks: Blocks, window: int | None) -> NDArray[np.int64]:
+    """[S] first context position seen by a slot, as a packed index; at or above `see_to` when it sees none."""
     if window is None:
-        return tables.see_from
-    return np.maximum(tables.see_from, tables.see_to + tables.slot - (window - 1))
+        return blocks.see_from
+    return np.maximum(blocks.see_from, blocks.see_to + blocks.slot - (window - 1))
 
 
-def tile_kinds(tables: _Tables, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(partial, full), each bool [query tiles, key tiles]: which tiles need the mask, which are seen whole."""
-    low, high = (column.reshape(-1, TILE) for column in (_seen_from(tables, window), tables.see_to))
-    key_blocks = tables.key_block.reshape(-1, TILE)
-    edges = np.arange(len(key_blocks)) * TILE
-    full = (edges >= low.max(1)[:, None]) & (edges + TILE <= high.min(1)[:, None])
-    some = (edges + TILE > low.min(1)[:, None]) & (edges < high.max(1)[:, None])
-    own = tables.block.reshape(-1, TILE)
-    some |= (own.min(1)[:, None] <= key_blocks.max(1)) & (own.max(1)[:, None] >= key_blocks.min(1))
-    return some & ~full, full
+def attention(blocks: Blocks, context: int, device: torch.device, head_dim: int) -> Attend:
+    """How a micro-batch of `context` tokens attends on a device: the kernels on CUDA, for heads that they take."""
+    if device.type == "cuda" and head_dim <= MAX_HEAD_DIM:
+        from .attention import RangeAttention  # on first use: a CPU run never needs Triton
 
-
-def _block_mask(tables: _Tables, window: int | None, device: torch.device) -> BlockMask:
-    partial, full = tile_kinds(tables, window)
-    columns = _seen_from(tables, window), tables.see_to, tables.block, tables.slot, tables.key_block, tables.key_slot
-    low, high, block, slot, key_block, key_slot = to_device(columns, device)
-    (kv_count, kv_index), (full_count, full_index) = _ordered(partial, device), _ordered(full, device)
-
-    def sees(_batch: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return ((kv >= low[q]) & (kv < high[q])) | (key_block[kv] == block[q])
-
-    def sees_window(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        assert window is not None
-        near = (key_slot[kv] <= slot[q]) & (key_slot[kv] > slot[q] - window)
-        return sees(batch, head, q, kv) & (near | (key_block[kv] < 0))
-
-    return BlockMask.from_kv_blocks(
-        kv_count,
-        kv_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=TILE,
-        mask_mod=sees if window is None else sees_window,
-        seq_lengths=(len(tables.block), len(tables.key_block)),
-    )
-
-
-def _ordered(tiles: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counts [1, 1, rows] and indices [1, 1, rows, columns] (those set first, ascending) of a tile table."""
-    counts = tiles.sum(1).astype(np.int32)
-    index = np.argsort(~tiles, axis=1, kind="stable").astype(np.int32)
-    count, flat = to_device([counts, index.ravel()], device)
-    return count[None, None], flat.view(1, 1, *tiles.shape)
-
-
-def _padded(n: int) -> int:
-    return -(-n // TILE) * TILE
-
-
-def _tiles(x: Tensor) -> Tensor:
-    """x [heads, n, D] padded with zeros to whole tiles, contiguous.
-
-    Padding by nothing would keep x's strides: another layout, for which the kernels would be compiled once more.
-    """
-    return F.pad(x, (0, 0, 0, _padded(x.shape[1]) - x.shape[1])).contiguous()
-
-
-def _joined_tiles(context: Tensor, block: Tensor) -> Tensor:
-    return torch.cat([_tiles(context), _tiles(block)], 1)
-
-
-@cache
-def _compiled_flex() -> Callable[..., Any]:
-    """Made on first use: torch.compile imports a compiler, which a CPU run never needs."""
-    return torch.compile(flex_attention, dynamic=True)
+        return RangeAttention(blocks, context, device)
+    return DenseAttention(blocks, device)
 
 
 def to_device(columns: Sequence[NDArray[Any]], device: torch.device | str) -> list[Tensor]:

@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -318,22 +318,15 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Rope, context: ContextKV, attend: Attend) -> Tensor:
-        q, block = self._before(x, rope)
-        return self._after(x, attend(q, context, block, self.self_attn.window))
-
-    def _before(self, x: Tensor, rope: Rope) -> tuple[Tensor, ContextKV]:
+    def before(self, x: Tensor, rope: Rope) -> tuple[Tensor, ContextKV]:
+        """Queries, and keys and values of the slots, for the attention."""
         inner = self.input_layernorm(x)
         return self.self_attn.queries(inner, rope), self.self_attn.keys_values(inner, rope)
 
-    def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output from its input and what the attention made."""
         x = x + self.self_attn.output(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-    def compile_parts(self) -> None:
-        """Compiles what lies before and after the attention, for any number of slots."""
-        self._before = torch.compile(self._before, dynamic=True)
-        self._after = torch.compile(self._after, dynamic=True)
 
 
 class ContextCache:
@@ -387,6 +380,7 @@ class Drafter(nn.Module):
         self.fc = nn.Linear(config.features, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = PlainRope(qwen3)
+        self._parts = PLAIN_PARTS
 
     def rope(self, like: Tensor, positions: Tensor) -> Rope:
         """Cosines and sines at int64 positions [n], in the dtype of `like`."""
@@ -399,25 +393,31 @@ class Drafter(nn.Module):
         features [T, K·H]: outputs of the recorded target layers side by side, in the order of target_layer_ids;
         positions [T] int64, each inside its own document.
         """
-        context = self.hidden_norm(self.fc(features))
-        rope = self.rope(context, positions)
-        return [layer.self_attn.keys_values(context, rope) for layer in self._draft_layers()]
+        return self._parts.context(self, features, self.rope(features, positions))
 
     def decode(self, embeds: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
         """Hidden states [S, H] after the final norm of slots embedded as embeds [S, H] at positions [S]."""
         rope = self.rope(embeds, positions)
+        layers, parts = self._draft_layers(), self._parts
         x = embeds
-        for layer, layer_context in zip(self._draft_layers(), context, strict=True):
-            x = layer(x, rope, layer_context, attend)
-        return self.norm(x)
+        q, block = parts.first(layers[0], x, rope)
+        for i, (layer, layer_context) in enumerate(zip(layers, context, strict=True)):
+            mixed = attend(q, layer_context, block, layer.self_attn.window)
+            if i + 1 < len(layers):
+                x, q, block = parts.between(layer, layers[i + 1], x, mixed, rope)
+            else:
+                x = parts.last(layer, self.norm, x, mixed)
+        return x
 
     def compile_parts(self) -> None:
-        """Fuses norms, RoPE and activations by torch.compile: for training on CUDA."""
-        # One version for each range of slot counts that fusion decisions hold in, twice for layers with and without an
-        # input gradient: more than the default limit of 8, beyond which the parts would run uncompiled.
+        """Fuses norms, RoPE and activations by torch.compile: for training on CUDA.
+
+        Layers are arguments of what is compiled, so all share one graph; sizes are symbols of it.
+        """
+        # With and without gradients, and where sizes matter to a fusion: more than the default limit of 8 versions,
+        # beyond which the parts would run uncompiled.
         dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
-        for layer in self._draft_layers():
-            layer.compile_parts()
+        self._parts = Parts(*(torch.compile(part, dynamic=True) for part in PLAIN_PARTS))
 
     def forward(
         self, features: Tensor, context_positions: Tensor, embeds: Tensor, positions: Tensor, attend: Attend
@@ -442,6 +442,38 @@ class Drafter(nn.Module):
 
     def _draft_layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+def _context(drafter: Drafter, features: Tensor, rope: Rope) -> list[ContextKV]:
+    context = drafter.hidden_norm(drafter.fc(features))
+    return [layer.self_attn.keys_values(context, rope) for layer in drafter.layers]  # pyright: ignore
+
+
+def _first(layer: DraftLayer, x: Tensor, rope: Rope) -> tuple[Tensor, ContextKV]:
+    return layer.before(x, rope)
+
+
+def _between(
+    layer: DraftLayer, following: DraftLayer, x: Tensor, mixed: Tensor, rope: Rope
+) -> tuple[Tensor, Tensor, ContextKV]:
+    x = layer.after(x, mixed)
+    return x, *following.before(x, rope)
+
+
+def _last(layer: DraftLayer, norm: nn.Module, x: Tensor, mixed: Tensor) -> Tensor:
+    return norm(layer.after(x, mixed))
+
+
+class Parts(NamedTuple):
+    """What the forward consists of between its attentions, as functions of the modules: plain, or each compiled."""
+
+    context: Callable[..., list[ContextKV]]
+    first: Callable[..., tuple[Tensor, ContextKV]]
+    between: Callable[..., tuple[Tensor, Tensor, ContextKV]]
+    last: Callable[..., Tensor]
+
+
+PLAIN_PARTS = Parts(_context, _first, _between, _last)
 
 
 def attend_one_block(q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:

@@ -30,10 +30,9 @@ from ..common.runfile import RunFile
 from ..common.target import FrozenHead, as_dtype, compute_dtype
 from ..common.target_info import TargetInfo
 from .anchors import Positions, draw_anchors
-from .blocks import Blocks, DenseAttention, FlexAttention, default_gamma, pack_blocks, to_device
+from .blocks import Blocks, attention, default_gamma, pack_blocks, to_device
 from .chains import accept_everywhere, run_chains
 from .drafter import (
-    Attend,
     ContextKV,
     Drafter,
     check_mask_token,
@@ -284,15 +283,10 @@ class DFlashLearner:
         """States [n, H] of the scored slots, and the tables that came along."""
         columns = [blocks.ids, blocks.positions, blocks.scored, blocks.labels, blocks.cells, blocks.label_at]
         inputs = _Inputs._make([*to_device(columns, self.device), *to_device([blocks.weights], self.device)])
-        attend = self._attend(blocks, context[0][0].shape[1])
+        attend = attention(blocks, context[0][0].shape[1], self.device, self.config.head_dim)
         embeds = F.embedding(inputs.ids, self._embedding)
         hidden = self.drafter.decode(embeds, inputs.positions, context, attend)
         return hidden.index_select(0, inputs.scored), inputs
-
-    def _attend(self, blocks: Blocks, context: int) -> Attend:
-        if self.device.type == "cuda":
-            return FlexAttention(blocks, context, self.device, compiled=True)
-        return DenseAttention(blocks)
 
     def _score(self, blocks: Blocks, context: Sequence[ContextKV], tokens: int, last: Tensor | None = None) -> Tensor:
         """Adds the blocks' sums and returns their share of the loss's numerator."""

@@ -1,23 +1,15 @@
-"""Anchors, blocks and masks: tables by hand, and the tile mask against the dense one."""
+"""Anchors, blocks and masks: tables by hand."""
 
 import math
 
 import numpy as np
 import pytest
-import torch
-from drafting import make_rows
 from paceline.consumer.anchors import candidates, chain_starts, draw_anchors
 from paceline.consumer.blocks import (
-    TILE,
-    DenseAttention,
-    FlexAttention,
     Span,
-    _tables,
-    _tiles,
     default_gamma,
     dense_mask,
     pack_blocks,
-    tile_kinds,
 )
 from paceline.consumer.chains import accept_everywhere, run_chains
 
@@ -125,82 +117,6 @@ def test_dense_mask_by_hand():
     ]
 
 
-def long_blocks(block_size=16, lengths=(389, 45, 1400, 33), counts=(20, 20, 60, 20)):
-    rows = make_rows(*lengths, prompt=9)
-    draw = np.random.default_rng(0)
-    places = [candidates(rows.mask[row]) for row in rows.rows]
-    anchors = [np.sort(draw.choice(at, n, replace=False)) for at, n in zip(places, counts, strict=True)]
-    blocks = pack_blocks(
-        rows.tokens, rows.mask, rows.cu_seqlens, anchors, block_size=block_size, mask_token_id=60, gamma=7.0
-    )
-    return blocks, len(rows.tokens)
-
-
-def whole_mask(blocks, context, window):
-    """dense_mask over all documents at once: [S, T + S]."""
-    return dense_mask(blocks, Span(0, context, 0, blocks.slots), window)
-
-
-@pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("block_size", [5, 16])
-def test_tiles_say_what_the_dense_mask_says(window, block_size):
-    blocks, context = long_blocks(block_size)
-    mask, tables = whole_mask(blocks, context, window), _tables(blocks, context)
-    padded = len(tables.key_block) - len(tables.block)
-    dense = np.zeros((len(tables.block), len(tables.key_block)), bool)
-    dense[: blocks.slots, :context] = mask[:, :context]
-    dense[: blocks.slots, padded : padded + blocks.slots] = mask[:, context:]
-    tiles = dense.reshape(len(dense) // TILE, TILE, -1, TILE)
-    partial, full = tile_kinds(tables, window)
-    assert not (partial & full).any()
-    assert not (tiles.any((1, 3)) & ~(partial | full)).any()
-    whole = np.all(tiles, axis=(1, 3))
-    assert (full[:-1] <= whole[:-1]).all()  # the last row of tiles holds padding
-    assert full.any() == (window is None)
-    assert (partial | full).mean() < 0.5
-
-
-def qkv(blocks, context, dim, heads=4, kv_heads=2, device="cpu"):
-    generator = torch.Generator().manual_seed(dim)
-
-    def normal(heads, n):
-        return torch.randn(heads, n, dim, generator=generator).to(device).requires_grad_()
-
-    return (
-        normal(heads, blocks.slots),
-        (normal(kv_heads, context), normal(kv_heads, context)),
-        (normal(kv_heads, blocks.slots), normal(kv_heads, blocks.slots)),
-    )
-
-
-@pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_flex_equals_dense_forward(dim, window):
-    """At lengths that are no multiple of a tile. Backward: see test_flex_equals_dense_on_cuda."""
-    blocks, context = long_blocks(lengths=(200, 45, 130), counts=(12, 4, 6))
-    assert context % TILE and blocks.slots % TILE
-    q, ctx, own = qkv(blocks, context, dim)
-    with torch.no_grad():
-        dense = DenseAttention(blocks)(q, ctx, own, window)
-        flex = FlexAttention(blocks, context, "cpu", compiled=False)(q, ctx, own, window)
-    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has no backward on a CPU")
-@pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_flex_equals_dense_on_cuda(dim, window):
-    blocks, context = long_blocks()
-    grads = []
-    for attend in (DenseAttention(blocks, "cuda"), FlexAttention(blocks, context, "cuda", compiled=True)):
-        q, ctx, own = qkv(blocks, context, dim, device="cuda")
-        out = attend(q, ctx, own, window)
-        (out * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
-        grads.append([out.detach(), *(t.grad for t in (q, *ctx, *own))])
-    for dense, flex in zip(*grads, strict=True):
-        torch.testing.assert_close(flex, dense, rtol=2e-3, atol=2e-3)
-
-
 def test_chain_starts():
     assert chain_starts(bits("0011101101100")).tolist() == [2, 6, 9]
     assert chain_starts(bits("1100")).tolist() == [0]
@@ -237,12 +153,3 @@ def test_chains_from_a_table_of_all_anchors(most: int):
     assert sorted(asked) == [(0, 3), (0, 4), (0, 5), (0, 6), (0, 7), (0, 8), (1, 1), (1, 4)]
     most = 100
     assert run_chains(masks, table) == run_chains(masks, accept)
-
-
-@pytest.mark.parametrize("slots", [100, 128, 256])
-def test_tiles_have_one_layout_whatever_the_number_of_slots(slots):
-    """Another layout would be another kernel to compile, in the middle of a run."""
-    x = torch.randn(slots, 3, 8).transpose(0, 1)  # queries come as views [heads, n, D]
-    tiles = _tiles(x)
-    assert tiles.shape[1] % 128 == 0 and tiles.is_contiguous()
-    assert torch.equal(tiles[:, :slots], x) and not tiles[:, slots:].any()
