@@ -218,3 +218,29 @@ def cache_dir() -> Path:
     except OSError as error:
         raise ConfigError(f"cannot make cache folder {folder}: {error.strerror}; set PACELINE_CACHE") from None
     return folder
+
+
+COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def compile_cache() -> Path:
+    """The folder of compiled kernels, which are code that is run: this user's alone, whoever made it."""
+    folder = cache_dir() / "compile"
+    if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
+        folder.chmod(0o700)
+    return private_folder(folder)
+
+
+def share_compile_caches() -> None:
+    """Points torch's and Triton's caches of compiled kernels to folders that all processes of this user share.
+
+    To be called before torch is imported. What the user's environment says stays.
+    """
+    for variable, name in COMPILE_CACHES.items():
+        if not os.environ.get(variable):
+            os.environ[variable] = str(compile_cache() / name)
+
+
+def compile_lock() -> Path:
+    """Held by the worker that compiles its target; others wait, and find what it compiled in the cache."""
+    return compile_cache() / "target.lock"

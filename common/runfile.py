@@ -59,6 +59,21 @@ class TargetSettings(Section):
         default=False, description="Also record the last layer's output (soft-label objectives need it)"
     )
     trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model")
+    compile: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Run the layers through torch.compile, if their states pass the start-up self-check. auto: on GPUs",
+    )
+    fp8: bool = Field(
+        default=False,
+        description="Layers' matmuls in fp8 (e4m3), on GPUs that have it. It changes the states: only right for a "
+        "target that is served in fp8 as well",
+    )
+
+    @model_validator(mode="after")
+    def _fp8(self) -> "TargetSettings":
+        if self.fp8 and self.dtype != "bfloat16":
+            raise ValueError(f'target.fp8 needs target.dtype = "bfloat16", not "{self.dtype}"')
+        return self
 
 
 class DataFile(Section):

@@ -9,6 +9,8 @@ line, ring, wire or feed import reaches it. It owns no files and writes to no ri
     padded   rows of like length side by side, padded on the right, where causal rows never look
     alone    one row at a time
 
+Packed rows may also run through compiled layers (`Faster`), after the same check.
+
 A mask or a cache would turn off transformers' own packing in silence, and models with attention sinks, recurrent or
 convolutional layers leak from row to row. So a way is used only after it reproduced rows run alone by the model's own
 attention. No way builds a mask of T x T over a batch.
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +48,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .errors import ConfigError
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
 
-__all__ = ["FrozenHead", "Sink", "Target", "convert_gguf", "load_causal_lm", "packed_attention", "stop_tokens"]
+__all__ = [
+    "Faster",
+    "FrozenHead",
+    "Sink",
+    "Target",
+    "convert_gguf",
+    "first_line",
+    "load_causal_lm",
+    "packed_attention",
+    "stop_tokens",
+]
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +73,18 @@ CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check r
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # relative error of states, mean of tokens
 
 _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "embedding_norm")
+
+
+class Faster(Protocol):
+    """A faster way to run a target's layers with packed rows, which `Target.self_check` tries."""
+
+    def install(self, target: "Target") -> None:
+        """Changes the layers. May raise anything; ConfigError is the user's and ends the start."""
+        ...
+
+    def remove(self, target: "Target") -> None:
+        """Undoes `install`, also one that raised."""
+        ...
 
 
 class _LastLayer(Exception):
@@ -112,24 +136,43 @@ def packed_attention(
 
     query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] give [1, T, Hq, Dv]. A query at position t of its row
     sees keys max(0, t-W+1) to t, W being the sliding window. Half precision on CUDA runs torch's varlen kernel;
-    elsewhere one SDPA call a row, whose cost is also the sum of squared row lengths.
+    elsewhere one SDPA call a row, whose cost is also the sum of squared row lengths. Compiled layers hold it as one
+    operator, so their graph knows nothing of the boundaries.
     """
-    bounds = _boundaries.get()
-    if bounds is None:
-        raise RuntimeError("packed_attention runs only inside Target.forward_states")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     wanted = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
     wanted += ["bidirectional"] * (not causal) + ["mask"] * (attention_mask is not None)
     if wanted:
         raise _Unpackable(f"its attention uses {', '.join(wanted)}")
-    bounds.windows.add(sliding_window)
-    if (output := _varlen(query, key, value, bounds, scaling, sliding_window)) is not None:
-        return output, None
+    attend = torch.ops.paceline.packed_attention if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, scaling, sliding_window), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    bounds = _boundaries.get()
+    if bounds is None:
+        raise RuntimeError("packed_attention runs only inside Target.forward_states")
+    bounds.windows.add(window)
+    if (output := _varlen(query, key, value, bounds, scaling, window)) is not None:
+        return output
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for start, end in pairwise(bounds.cu_seqlens):
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-        output[:, start:end] = _row_attention(q, k, v, scaling, sliding_window).transpose(1, 2)
-    return output, None
+        output[:, start:end] = _row_attention(q, k, v, scaling, window).transpose(1, 2)
+    return output
+
+
+_operator = torch.library.custom_op(
+    "paceline::packed_attention",
+    _attend,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, float? scaling, int? window) -> Tensor",
+)
+
+
+@_operator.register_fake
+def _attended(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
 @cache
@@ -504,6 +547,7 @@ class Target:
         self.device = device
         self.dtype = dtype  # that it computes in, and states come out in
         self.mode: Mode = "alone"
+        self.pad_to = 1  # packed token counts are rounded up to a multiple of it
         self._own_attention = str(decoder.config._attn_implementation)
 
     @classmethod
@@ -564,8 +608,11 @@ class Target:
         tokens = tokens.to(self.device, torch.long)
         hidden = self.info.hidden_size
         if self.mode == "packed":
+            count, spare = len(tokens), -len(tokens) % self.pad_to
+            if spare:  # a row of its own, which nobody is given
+                tokens, cu_seqlens = nn.functional.pad(tokens, (0, spare)), [*cu_seqlens, count + spare]
             bounds = _Boundaries(cu_seqlens, self.device)
-            self._packed(tokens, bounds, planes, lambda plane, out: sink(plane, out.reshape(-1, hidden), 0))
+            self._packed(tokens, bounds, planes, lambda plane, out: sink(plane, out.reshape(-1, hidden)[:count], 0))
             return
         for group in _groups(cu_seqlens, self.mode):
             starts = [cu_seqlens[row] for row in group]
@@ -629,11 +676,11 @@ class Target:
     # Which way is right for this model
 
     @torch.inference_mode()
-    def self_check(self, *, pack: bool = True) -> None:
+    def self_check(self, *, pack: bool = True, faster: Faster | None = None) -> None:
         """Chooses packed, padded or alone: the first way that gives the states of rows run alone, and logs which.
 
         The reference is the model's own attention on one row at a time. Packing must also leave later rows unmoved
-        when the first row's tokens change.
+        when the first row's tokens change. Packed rows then run the `faster` way if that passes the same check.
         """
         started = time.monotonic()
         rows = self._check_rows()
@@ -644,12 +691,29 @@ class Target:
                 self._use(mode)
                 fault = self._fault(rows, alone)
             except (_Unpackable, RuntimeError, ValueError, TypeError) as error:
-                fault = str(error).splitlines()[0] if str(error) else type(error).__name__
+                fault = first_line(error)
             if fault is None:
                 break
             log.info("rows do not run %s: %s", mode, fault)
             self._use("alone")
         log.info("self-check: rows run %s (%.1f s)", self.mode, time.monotonic() - started)
+        if faster is not None:
+            self._speed_up(faster, rows, alone)
+
+    def _speed_up(self, faster: Faster, rows: list[Tensor], alone: list[Tensor]) -> None:
+        if self.mode != "packed":
+            log.info("the target is not compiled, as its rows run %s", self.mode)
+            return
+        try:
+            faster.install(self)
+            fault = self._states_fault(rows, alone)
+        except ConfigError:
+            raise
+        except Exception as error:  # a compiler may raise anything, and the plain way is right without it
+            fault = first_line(error)
+        if fault is not None:
+            faster.remove(self)
+            log.warning("the target runs uncompiled: %s", fault)
 
     def _use(self, mode: Mode) -> None:
         wanted = PACKED if mode == "packed" else self._own_attention
@@ -693,6 +757,10 @@ class Target:
                 return f"it has layers of type {', '.join(sorted(kinds))}"
             if (fault := self._window_fault(rows)) is not None:
                 return fault
+        return self._states_fault(rows, alone)
+
+    def _states_fault(self, rows: list[Tensor], alone: list[Tensor]) -> str | None:
+        """What is wrong with the states; None if they are right."""
         limit = TOLERANCE.get(self.dtype, 1e-3)
         states = self._states(rows)
         error = max(_error(a, b) for a, b in zip(states, alone, strict=True))
@@ -718,6 +786,12 @@ class Target:
         if bounds.windows != wanted:
             return f"layers ask for sliding windows {bounds.windows}, the config for {wanted}"
         return None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says something, or else its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def _groups(cu_seqlens: Sequence[int], mode: Mode) -> list[list[int]]:

@@ -51,6 +51,7 @@ class DFlash:
     """A `DFlashLearner` as the loop calls it: with the step's learning rate, metrics by name, and rings page-locked."""
 
     def __init__(self, job: RankJob, run: RunFile, rows: Rows):
+        paths.share_compile_caches()
         import torch  # the first import of it in this process
 
         from ..common.target_info import target_info

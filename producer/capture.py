@@ -19,6 +19,7 @@ from ..common.errors import ConfigError
 from ..common.runfile import RunFile
 from ..common.target import Target, as_dtype
 from ..common.target_info import TargetInfo
+from .compiled import CompiledLayers
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,14 @@ _WARM_UP_TOKENS = 64  # on the CPU, where a large batch would only take long
 class TargetSource:
     """A loaded, checked and warm target; what `worker.StateSource` asks for."""
 
-    def __init__(self, target: Target, layer_ids: Sequence[int], dtype: str, last_hidden: bool) -> None:
+    def __init__(
+        self,
+        target: Target,
+        layer_ids: Sequence[int],
+        dtype: str,
+        last_hidden: bool,
+        compiled: CompiledLayers | None = None,
+    ) -> None:
         self.info: TargetInfo = target.info
         self._target = target
         self._layer_ids = list(layer_ids)
@@ -37,11 +45,12 @@ class TargetSource:
         self._dtype = as_dtype(dtype)
         self._last_hidden = last_hidden
         self._registered: int | None = None
+        self._compiled = compiled
         self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
 
     @classmethod
     def load(cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> "TargetSource":
-        """Loads the run's target on `device`, chooses how rows run, and warms up. Raises ConfigError."""
+        """Loads the run's target on `device`, chooses how rows run, compiles and warms up. Raises ConfigError."""
         if run.workers.threads:
             torch.set_num_threads(run.workers.threads)
         _check_device(device)
@@ -53,8 +62,12 @@ class TargetSource:
             last_layer=last_layer,
             trust_remote_code=run.target.trust_remote_code,
         )
-        target.self_check(pack=run.workers.pack == "auto")
-        source = cls(target, layer_ids, run.target.dtype, run.target.last_hidden)
+        gpu, wanted = target.device.type == "cuda", run.target.compile
+        compiled = None
+        if gpu if wanted == "auto" else wanted:
+            compiled = CompiledLayers(run.stream.token_budget if gpu else 0, run.data.max_length)
+        target.self_check(pack=run.workers.pack == "auto", faster=compiled)
+        source = cls(target, layer_ids, run.target.dtype, run.target.last_hidden, compiled)
         source.warm_up(run.stream.token_budget, run.data.max_length)
         return source
 
@@ -62,6 +75,11 @@ class TargetSource:
     def mode(self) -> str:
         """How rows run: packed, padded or alone."""
         return self._target.mode
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the layers run compiled."""
+        return self._compiled is not None and self._compiled.installed
 
     def register(self, address: int, length: int) -> None:
         """Pins the ring's mapping for copies from the GPU; nothing to do on the CPU. Raises ConfigError."""
@@ -118,6 +136,8 @@ class TargetSource:
         finally:
             if self._copies is not None:
                 self._copies.record_event().synchronize()
+        if self._compiled is not None:
+            self._compiled.watch(len(tokens))
         return bool(torch.isfinite(total))
 
     def _copy(self, out: Tensor, states: Tensor) -> None:

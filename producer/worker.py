@@ -176,9 +176,8 @@ def _make_source(
 
 
 def _target_source(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> StateSource:
-    cache = paths.cache_dir() / "compile"  # one for all workers, so a new one joins a live run warm
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    paths.share_compile_caches()  # so a new worker joins a live run warm
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a graph or two need no pool of processes
     from .capture import TargetSource
 
     return TargetSource.load(run, info, layer_ids, device)
