@@ -63,6 +63,10 @@ class TargetSource:
         """How rows run: packed, padded or alone."""
         return self._target.mode
 
+    @property
+    def target(self) -> Target:
+        return self._target
+
     def register(self, address: int, length: int) -> None:
         """Pins the ring's mapping for copies from the GPU; nothing to do on the CPU. Raises ConfigError."""
         if self._copies is None:
