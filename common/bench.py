@@ -160,7 +160,7 @@ def bench_pipeline(
     for workers, ranks in found:
         place(workers, ranks, gpus)
     folder.mkdir(parents=True, exist_ok=True)
-    model = _target_folder(folder, target)
+    model = model_folder(folder, target)
     rows = _write_rows(folder / "rows", model, options)
     alone: dict[str, float] = {}
     results = []
@@ -180,7 +180,7 @@ def bench_pipeline(
 # What is measured on
 
 
-def _target_folder(folder: Path, target: str) -> Path:
+def model_folder(folder: Path, target: str) -> Path:
     """A folder with the config of that name and a note that its weights are random; or the user's own."""
     config = CONFIGS / f"{target}.json"
     if not config.is_file():

@@ -4,25 +4,23 @@ Errors of the classes in `errors` end a command with one line on stderr and thei
 of paceline and shows its traceback. PACELINE_DEBUG=1 shows every traceback.
 """
 
-import contextlib
 import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import __version__
-from .cli_data import regenerate
+from .cli_bench import bench, plan
+from .cli_data import prepare, regenerate
+from .cli_drafter import evaluate, export
+from .cli_shared import json_option, load_run, run_argument, set_option
 from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
-    from ..producer.prepare import PrepareReport
-    from .rows import Rows
     from .runfile import RunFile
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -41,14 +39,6 @@ def cli() -> None:
     """Train DFlash drafters for speculative decoding from a live stream of a target's hidden states."""
 
 
-_run_argument = click.argument("run_path", metavar="RUN.toml", type=click.Path(path_type=Path))
-_set_option = click.option(
-    "--set",
-    "overrides",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Override a setting of the run file, for example --set trainer.max_steps=100. Repeatable.",
-)
 _resume_option = click.option(
     "--resume",
     metavar="CHECKPOINT",
@@ -64,13 +54,6 @@ _instance_option = click.option(
     "of /etc/paceline/RUN.toml.",
 )
 _named_run_argument = click.argument("run", metavar="[RUN]", required=False)
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def _load(run_path: Path, overrides: tuple[str, ...]) -> "RunFile":
-    from .runfile import load
-
-    return load(run_path, overrides)
 
 
 def _load_run_or_instance(run_path: Path | None, name: str | None, overrides: tuple[str, ...]) -> "RunFile":
@@ -80,7 +63,7 @@ def _load_run_or_instance(run_path: Path | None, name: str | None, overrides: tu
     if (run_path is None) == (name is None):
         raise UsageError("give either a run file or --instance")
     path = run_path or CONFIG_DIR / f"{name}.toml"
-    run = _load(path, overrides)
+    run = load_run(path, overrides)
     if name is not None and run.name != name:
         raise ConfigError(f'{path}: its name is "{run.name}"; units find a run by its file, so both must be the same')
     return run
@@ -94,6 +77,15 @@ def _log_to_stderr() -> None:
 
     faulthandler.enable(2)  # by number: sys.stderr may be no file
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+
+def _yield_idle_cores() -> None:
+    """Idle OpenMP threads sleep instead of spinning, in this process and its ranks: the other side may need the core.
+
+    Worker and rank with two threads each on two cores reach 1.04 instead of 0.71 of what sharing without loss would
+    give (benchmarks/pipeline_cpu.py). Read when torch is first imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _run_reference(text: str | None) -> tuple[str | None, Path]:
@@ -163,180 +155,16 @@ def init(
 
 
 cli.add_command(regenerate)
-
-
-@cli.command()
-@click.argument("data", nargs=-1, required=True, metavar="DATA...", type=click.Path(path_type=Path))
-@click.option("--target", help="Model whose tokenizer and chat template are used.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: in the cache.")
-@click.option(
-    "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row, in tokens."
-)
-@click.option(
-    "--supervise", type=click.Choice(["all", "last"]), default="all", show_default=True, help="Which answers."
-)
-@click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
-@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
-@click.option(
-    "--show",
-    "shown",
-    metavar="N",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Print N rows with what is supervised.",
-)
-@_set_option
-def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], shown: int, **options: Any) -> None:
-    """Turn chat files into token rows with loss masks.
-
-    DATA are chat files (.jsonl, .json, either with .gz, .parquet). Or it is one run file: then its data are prepared as
-    its settings say and its target is fetched or converted, and nothing else; `paceline up` begins with this. What of
-    the data can't be used is left out, with file, line and reason; docs/data.md lists forms and reasons.
-    """
-    first = next(iter(data))
-    if first.suffix == ".toml":
-        given = click.get_current_context().get_parameter_source
-        if len(data) > 1 or any(given(name) is click.core.ParameterSource.COMMANDLINE for name in options):
-            raise UsageError("a run file has its own settings: give it alone, and change them with --set")
-        _prepare_run(_load(first, overrides), shown)
-    elif overrides:
-        raise UsageError("--set changes a run file, and none is given")
-    elif not options["target"]:
-        raise UsageError("--target is missing: the model whose tokenizer and chat template are used")
-    else:
-        _prepare_files(data, shown, **options)
-
-
-def _prepare_files(data: tuple[Path, ...], shown: int, thinking: bool | None, **options: Any) -> None:
-    from ..producer.chat import thinking_variables
-    from ..producer.prepare import prepare as prepare_rows
-    from .rows import Rows
-
-    with _counter("conversations") as progress:
-        report = prepare_rows(data, template_kwargs=thinking_variables(thinking), progress=progress, **options)
-    _show_prepared(report)
-    if shown:
-        _show_rows(Rows.open(report.folder), shown)
-
-
-def _prepare_run(run: "RunFile", shown: int) -> None:
-    """What trainer and workers would each do first, done once: rows, target, and the checks that need no weights."""
-    from ..producer.prepare import prepare_run
-    from .dataset import prepared_rows
-    from .plan import plan_from
-    from .target_info import resolve_layer_ids, target_info
-
-    if run.data.files:
-        with _counter("conversations") as progress:
-            report = prepare_run(run, progress)
-        _show_prepared(report, [file.weight for file in run.data.files])
-    rows = prepared_rows(run)
-    info = target_info(run.target.path, run.target.trust_remote_code)
-    layers = resolve_layer_ids(run, info)
-    plan = plan_from(run, rows)
-    click.echo(
-        f"target {info.model_type}, {info.num_layers} layers of {info.hidden_size}; records layers {layers}\n"
-        f"{plan.batches(0):,} batches in the first epoch, {plan.total_steps:,} steps in all"
-    )
-    if shown:
-        _show_rows(rows, shown)
-
-
-def _show_rows(rows: "Rows", count: int) -> None:
-    """Rows as colours tell them apart, or with marks where there are none."""
-    from rich.console import Console
-
-    from ..producer.show import show
-
-    console = Console(highlight=False, soft_wrap=True)
-    for text in show(rows, count, marks=console.color_system is None):
-        console.print(text)
-
-
-@contextlib.contextmanager
-def _counter(what: str) -> Iterator[Callable[[int], None] | None]:
-    """Counts on one line of a terminal; says nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    start = time.monotonic()
-
-    def count(done: int) -> None:
-        rate = done / max(time.monotonic() - start, 1e-3)
-        click.echo(f"\r{done:,} {what}, {rate:,.0f}/s\033[K", nl=False, err=True)
-
-    yield count
-    click.echo("\r\033[K", nl=False, err=True)
-
-
-def _show_prepared(report: "PrepareReport", weights: Sequence[float] = ()) -> None:
-    """What a preparation made; `weights` of the files, if a run file gives them."""
-    found = " (prepared before)" if report.cached else ""
-    share = f"{report.supervised / report.tokens:.0%}"
-    click.echo(f"{report.kept:,} rows of {report.conversations:,} conversations in {report.folder}{found}")
-    click.echo(f"{report.tokens:,} tokens, {report.supervised:,} ({share}) supervised; {report.cut:,} rows cut")
-    weights = weights or [1.0] * len(report.files)
-    if len(report.files) > 1 or weights != [1.0]:
-        for file, weight in zip(report.files, weights, strict=True):
-            uses = "" if weight == 1 else f", weight {weight:g}: about {file.rows * weight:,.0f} uses in an epoch"
-            left_out = f", {file.dropped:,} dropped" if file.dropped else ""
-            click.echo(f"    {file.name}: {file.rows:,} rows, {file.tokens:,} tokens{left_out}{uses}")
-    for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
-        click.echo(f"{count:,} dropped: {reason}")
-    for example in report.examples:
-        click.echo(f"    {example}")
-
-
-@cli.command(short_help="Say what a run will need, and which split is fastest.")
-@_run_argument
-@_set_option
-@click.option("--gpus", type=click.IntRange(1), metavar="N", help="GPUs to split. Default: this machine's.")
-@click.option("--gpu-memory", type=float, metavar="GIB", help="Memory of each. Default: what nvidia-smi says.")
-@click.option("--target-rate", metavar="RATE", help="Of one worker: 4.5 is Ktok/s, 0.08b is batches/s.")
-@click.option("--drafter-rate", metavar="RATE", help="Of one rank, in the same unit.")
-@_json_option
-def plan(
-    run_path: Path,
-    overrides: tuple[str, ...],
-    gpus: int | None,
-    gpu_memory: float | None,
-    target_rate: str | None,
-    drafter_rate: str | None,
-    as_json: bool,
-) -> int:
-    """Say what a run will need, and which split is fastest.
-
-    Memory of each GPU by part and the largest micro-batch that fits, bytes in /dev/shm, and the speed of every split
-    of the GPUs. Nothing is started. Exit code 1: it does not fit.
-
-    Speed is computed from what one worker and one rank do when they never wait: the rates given, or what this run's
-    trainer measured, or an estimate from the shapes.
-    """
-    from .planner import make_plan, plan_json, plan_lines, supervised_share
-    from .target_info import resolve_layer_ids, target_info
-
-    run = _load(run_path, overrides)
-    info = target_info(run.target.path, run.target.trust_remote_code)
-    made = make_plan(
-        run,
-        info,
-        resolve_layer_ids(run, info),
-        gpus=gpus,
-        memory=gpu_memory,
-        target_rate=target_rate,
-        drafter_rate=drafter_rate,
-        supervised=supervised_share(run),
-    )
-    click.echo(json.dumps(plan_json(made)) if as_json else "\n".join(plan_lines(made)))
-    return 0 if made.fits else 1
+cli.add_command(prepare)
+cli.add_command(plan)
 
 
 # Running
 
 
 @cli.command()
-@_run_argument
-@_set_option
+@run_argument
+@set_option
 @_resume_option
 @click.option("--plain", is_flag=True, help="Plain lines even on a terminal.")
 def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bool) -> int:
@@ -351,7 +179,7 @@ def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bo
 @click.option("--worker", type=click.IntRange(min=0), default=0, show_default=True, help="Which worker this is.")
 @click.option("--device", metavar="NAME", help="cpu or cuda:N. Default: where the run file puts it.")
 @_instance_option
-@_set_option
+@set_option
 def producer(
     run_path: Path | None, worker: int, device: str | None, instance: str | None, overrides: tuple[str, ...]
 ) -> int:
@@ -373,7 +201,7 @@ def producer(
 @cli.command()
 @_run_or_instance_argument
 @_instance_option
-@_set_option
+@set_option
 @_resume_option
 def consumer(run_path: Path | None, instance: str | None, overrides: tuple[str, ...], resume: str | None) -> int:
     """Run the trainer and its ranks in the foreground."""
@@ -448,7 +276,7 @@ def _live_run(run: str) -> str:
     type=click.Path(path_type=Path, dir_okay=False),
     help="When --watch ends, write its last picture there.",
 )
-@_json_option
+@json_option
 def rings(run: str | None, watch: bool, interval: float, picture: Path | None, as_json: bool) -> None:
     """Show the rings: slots by state, rates, owners, who waits.
 
@@ -511,7 +339,7 @@ def _which_run(names: list[str], folder: Path) -> str:
 
 @cli.command()
 @_named_run_argument
-@_json_option
+@json_option
 def status(run: str | None, as_json: bool) -> None:
     """Show progress, rates and which side waits for which.
 
@@ -562,8 +390,8 @@ def metrics(run: str | None, port: int, address: str) -> None:
 
 @cli.command()
 @click.argument("run_path", metavar="[RUN.toml]", required=False, type=click.Path(path_type=Path))
-@_set_option
-@_json_option
+@set_option
+@json_option
 def doctor(run_path: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
     """Check this machine, and what a run file needs of it.
 
@@ -583,7 +411,7 @@ def doctor(run_path: Path | None, overrides: tuple[str, ...], as_json: bool) -> 
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@_json_option
+@json_option
 def audit(checkpoint: Path, as_json: bool) -> int:
     """Prove that no batch is lost or trained twice.
 
@@ -664,207 +492,9 @@ def uninstall_units(root: Path, dry_run: bool) -> None:
 
 # Drafters
 
-
-@cli.command(name="eval")
-@click.argument("drafter", type=click.Path(path_type=Path))
-@click.option("--target", help="Folder, GGUF file or hub id. Default: the target that DRAFTER was trained for.")
-@click.option(
-    "--prompts",
-    metavar="SET",
-    multiple=True,
-    help="A prompt set's name (demo, human-eval, gsm8k, bfcl-simple, bfcl-multiple, bfcl-parallel, bfcl-live), or a "
-    'JSONL file of {"prompt": text} or {"messages": [...]}. Repeatable. Default: demo, 16 prompts.',
-)
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each set.")
-@click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
-@click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--block-size", type=click.IntRange(min=2), help="Anchor included. Default: the drafter's.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
-@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 keeps all.")
-@click.option(
-    "--proposals",
-    type=click.Choice(["greedy", "sampled"]),
-    default="sampled",
-    show_default=True,
-    help="How tokens are drafted at a temperature; the output's distribution is the target's either way.",
-)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--device", help="cuda:N or cpu. Default: cuda if there is one.")
-@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Write the whole report there, as JSON.")
-@click.option("--picture", metavar="FILE.png", type=click.Path(path_type=Path), help="Draw it there.")
-@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
-@_json_option
-def evaluate(
-    drafter: Path,
-    prompts: tuple[str, ...],
-    limit: int | None,
-    thinking: bool | None,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    proposals: Any,
-    seed: int,
-    out: Path | None,
-    picture: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> int:
-    """Measure acceptance length and speed-up in real decoding.
-
-    DRAFTER is a checkpoint or an exported folder. Several prompt sets make a table and a curve each. Exit code 1 if the
-    output is not what the target alone would write.
-    """
-    from ..consumer.decode import Sampling
-    from ..consumer.evaluate import evaluate_sets
-    from ..consumer.prompts import DEMO, load_sets
-    from ..producer.chat import thinking_variables
-
-    sampling = Sampling(temperature, top_p, top_k, proposals, seed)
-    sets = load_sets(prompts or [DEMO], limit)
-    template = thinking_variables(thinking)
-    with _counter("prompts") as count:
-        progress = None if count is None else lambda done, _all: count(done)
-        report = evaluate_sets(drafter, sets, sampling=sampling, template_kwargs=template, progress=progress, **options)
-    if out is not None:
-        report.write(out)
-    if picture is not None:
-        from ..consumer.plots import draw_evaluation
-
-        several = len(sets) > 1
-        draw_evaluation(report.by_name() if several else {drafter.name: report.combined}, picture)
-    click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
-    return 0 if report.combined.lossless else 1
-
-
-@cli.command(short_help="Write a checkpoint's drafter for engines to load, and check it.")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", metavar="[OUT]", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--format",
-    "format_name",
-    type=click.Choice(["zlab", "speculators"]),
-    default="zlab",
-    show_default=True,
-    help="zlab: loads in z-lab's dflash, in SGLang and in vLLM. speculators: in vLLM and in that library.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Of the tensors. Default: the run's trainer.dtype.",
-)
-@click.option("--target", metavar="NAME", help="What engines call the target. Default: the run's target.path.")
-@click.option(
-    "--eval",
-    "evaluations",
-    metavar="FILE",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A report of `paceline eval --out` for the model card. Repeatable. Those in the run's output are found.",
-)
-@click.option("--check", is_flag=True, help="Reload the folder in the engine's own code and decode with it.")
-@click.option(
-    "--prompts",
-    metavar="FILE",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="JSONL of prompts for --check. Default: the demo's.",
-)
-@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Prompts for --check.")
-@click.option("--device", default="cpu", show_default=True, help="Where --check computes, in float32.")
-@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
-def export(checkpoint: Path, out: Path | None, format_name: str, dtype: str | None, check: bool, **options: Any) -> int:
-    """Write a checkpoint's drafter in a format that engines load.
-
-    CHECKPOINT is a checkpoint, or FOLDER/best or FOLDER/newest of a run's output folder: best has the highest tau_chain
-    on the held-out rows. With --check and no OUT it is a folder that was exported before. Exit code 1 if a check fails.
-    """
-    if check and out is not None:
-        from ..consumer.export_check import require_engine
-
-        require_engine(format_name)
-    folder = checkpoint
-    if out is not None:
-        folder, checkpoint = _export_to(checkpoint, out, format_name, dtype, options)
-    elif not check or not (checkpoint / "config.json").is_file():
-        raise UsageError("OUT is missing: the folder to write (or give an exported folder and --check)")
-    return _check_export(folder, checkpoint if out is not None else None, options) if check else 0
-
-
-def _export_to(
-    checkpoint: Path, out: Path, format_name: str, dtype: str | None, options: dict[str, Any]
-) -> tuple[Path, Path]:
-    from ..consumer.export import export as export_drafter
-
-    made = export_drafter(
-        checkpoint, out, format_name, dtype=dtype, target=options["target"], evaluations=options["evaluations"]
-    )
-    click.echo(f"{made.tensors} tensors of step {made.step}, {made.bytes / 1e6:.1f} MB in {made.dtype}: {made.folder}")
-    if made.evaluations:
-        shown = "1 evaluation" if made.evaluations == 1 else f"{made.evaluations} evaluations"
-        click.echo(f"its README.md shows {shown} and how to serve it")
-    else:
-        click.echo(f"measure it with: paceline eval {made.folder} --target {made.target}")
-    return made.folder, made.checkpoint
-
-
-def _check_export(folder: Path, checkpoint: Path | None, options: dict[str, Any]) -> int:
-    from ..consumer.export_check import check_export
-    from .demo import DATA
-
-    report = check_export(
-        folder,
-        options["prompts"] or DATA / "prompts.jsonl",
-        checkpoint=checkpoint,
-        target=None if checkpoint is not None else options["target"],
-        limit=options["limit"],
-        device=options["device"],
-        trust_remote_code=options["trust_remote_code"],
-    )
-    click.echo("\n".join(report.lines()))
-    return 0 if report.passed else 1
-
-
-@cli.group(short_help="Measure this machine, in ratios.")
-def bench() -> None:
-    """Measure this machine, as ratios to what a part reaches alone."""
-
-
-@bench.command(name="pipeline")
-@click.option(
-    "--target-config",
-    "target",
-    default="qwen3-0.6b",
-    show_default=True,
-    help="Shape with random weights, or a model folder.",
-)
-@click.option("--topology", "topologies", multiple=True, help="WORKERS-RANKS, may be repeated.  [default: 1-1]")
-@click.option("--seconds", default=60.0, show_default=True, help="Steady state that is measured.")
-@click.option("--warm-up", default=60.0, show_default=True, help="Seconds after the first step that do not count.")
-@click.option("--token-budget", default=16384, show_default=True, help="Tokens in a batch.")
-@click.option("--rows", type=click.Choice(["chat", "full"]), default="chat", show_default=True, help="Row lengths.")
-@click.option("--max-length", default=3072, show_default=True, help="Longest row in tokens.")
-@click.option("--anchors-per-token", default=0.25, show_default=True, help="Anchors drawn per supervised token.")
-@click.option("--layers", default=5, show_default=True, help="Draft layers.")
-@click.option("--block-size", default=16, show_default=True, help="Slots in a block.")
-@click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch.")
-@click.option("--slots", default=4, show_default=True, help="Slots in each ring.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help="Folder.")
-def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, **options: Any) -> None:
-    """Both sides together against each side alone."""
-    from .bench import Options
-    from .bench import bench_pipeline as run
-
-    run(out, target, topologies or ("1-1",), Options(**options))
-
-
-def _yield_idle_cores() -> None:
-    """Idle OpenMP threads sleep instead of spinning, in this process and its ranks: the other side may need the core.
-
-    Worker and rank with two threads each on two cores reach 1.04 instead of 0.71 of what sharing without loss would
-    give (benchmarks/pipeline_cpu.py). Read when torch is first imported.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+cli.add_command(evaluate)
+cli.add_command(export)
+cli.add_command(bench)
 
 
 # Entry point

@@ -1,19 +1,24 @@
-"""The commands that make data, apart from `prepare`: options, and what a terminal shows. `cli.py` takes them in."""
+"""The commands that make data: options, and what a terminal shows. `cli.py` takes them in."""
 
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .cli_shared import counter, load_run, set_option
 from .errors import ConfigError, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from ..producer.endpoint import EndpointOptions
+    from ..producer.prepare import PrepareReport
     from ..producer.regenerate import Progress, RegenerateReport
+    from .rows import Rows
+    from .runfile import RunFile
 
 _PLAIN_SECONDS = 30.0  # between two lines of progress where there is no terminal
 _HERE = ("device", "dtype", "batch_size", "trust_remote_code")
@@ -234,3 +239,109 @@ def _progress_text(progress: "Progress") -> str:
     parts += [f"{progress.refused:,} refused"] * bool(progress.refused)
     parts += [f"{progress.failed:,} failed"] * bool(progress.failed)
     return ", ".join([*parts, f"ETA {duration(progress.eta)}"])
+
+
+@click.command()
+@click.argument("data", nargs=-1, required=True, metavar="DATA...", type=click.Path(path_type=Path))
+@click.option("--target", help="Model whose tokenizer and chat template are used.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: in the cache.")
+@click.option(
+    "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row, in tokens."
+)
+@click.option(
+    "--supervise", type=click.Choice(["all", "last"]), default="all", show_default=True, help="Which answers."
+)
+@click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
+@click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
+@click.option(
+    "--show",
+    "shown",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Print N rows with what is supervised.",
+)
+@set_option
+def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], shown: int, **options: Any) -> None:
+    """Turn chat files into token rows with loss masks.
+
+    DATA are chat files (.jsonl, .json, either with .gz, .parquet). Or it is one run file: then its data are prepared as
+    its settings say and its target is fetched or converted, and nothing else; `paceline up` begins with this. What of
+    the data can't be used is left out, with file, line and reason; docs/data.md lists forms and reasons.
+    """
+    first = next(iter(data))
+    if first.suffix == ".toml":
+        given = click.get_current_context().get_parameter_source
+        if len(data) > 1 or any(given(name) is click.core.ParameterSource.COMMANDLINE for name in options):
+            raise UsageError("a run file has its own settings: give it alone, and change them with --set")
+        _prepare_run(load_run(first, overrides), shown)
+    elif overrides:
+        raise UsageError("--set changes a run file, and none is given")
+    elif not options["target"]:
+        raise UsageError("--target is missing: the model whose tokenizer and chat template are used")
+    else:
+        _prepare_files(data, shown, **options)
+
+
+def _prepare_files(data: tuple[Path, ...], shown: int, thinking: bool | None, **options: Any) -> None:
+    from ..producer.chat import thinking_variables
+    from ..producer.prepare import prepare as prepare_rows
+    from .rows import Rows
+
+    with counter("conversations") as progress:
+        report = prepare_rows(data, template_kwargs=thinking_variables(thinking), progress=progress, **options)
+    _show_prepared(report)
+    if shown:
+        _show_rows(Rows.open(report.folder), shown)
+
+
+def _prepare_run(run: "RunFile", shown: int) -> None:
+    """What trainer and workers would each do first, done once: rows, target, and the checks that need no weights."""
+    from ..producer.prepare import prepare_run
+    from .dataset import prepared_rows
+    from .plan import plan_from
+    from .target_info import resolve_layer_ids, target_info
+
+    if run.data.files:
+        with counter("conversations") as progress:
+            report = prepare_run(run, progress)
+        _show_prepared(report, [file.weight for file in run.data.files])
+    rows = prepared_rows(run)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    layers = resolve_layer_ids(run, info)
+    plan = plan_from(run, rows)
+    click.echo(
+        f"target {info.model_type}, {info.num_layers} layers of {info.hidden_size}; records layers {layers}\n"
+        f"{plan.batches(0):,} batches in the first epoch, {plan.total_steps:,} steps in all"
+    )
+    if shown:
+        _show_rows(rows, shown)
+
+
+def _show_rows(rows: "Rows", count: int) -> None:
+    """Rows as colours tell them apart, or with marks where there are none."""
+    from rich.console import Console
+
+    from ..producer.show import show
+
+    console = Console(highlight=False, soft_wrap=True)
+    for text in show(rows, count, marks=console.color_system is None):
+        console.print(text)
+
+
+def _show_prepared(report: "PrepareReport", weights: Sequence[float] = ()) -> None:
+    """What a preparation made; `weights` of the files, if a run file gives them."""
+    found = " (prepared before)" if report.cached else ""
+    share = f"{report.supervised / report.tokens:.0%}"
+    click.echo(f"{report.kept:,} rows of {report.conversations:,} conversations in {report.folder}{found}")
+    click.echo(f"{report.tokens:,} tokens, {report.supervised:,} ({share}) supervised; {report.cut:,} rows cut")
+    weights = weights or [1.0] * len(report.files)
+    if len(report.files) > 1 or weights != [1.0]:
+        for file, weight in zip(report.files, weights, strict=True):
+            uses = "" if weight == 1 else f", weight {weight:g}: about {file.rows * weight:,.0f} uses in an epoch"
+            left_out = f", {file.dropped:,} dropped" if file.dropped else ""
+            click.echo(f"    {file.name}: {file.rows:,} rows, {file.tokens:,} tokens{left_out}{uses}")
+    for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
+        click.echo(f"{count:,} dropped: {reason}")
+    for example in report.examples:
+        click.echo(f"    {example}")

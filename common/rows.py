@@ -144,10 +144,29 @@ def _missing(folder: Path, name: str) -> ConfigError:
 def _flat(batch: pa.RecordBatch) -> _Batch:
     """The buffers of a record batch as arrays, not copied. ValueError if tokens and mask differ in shape."""
     tokens, mask = batch.column("tokens"), batch.column("mask")
-    offsets = tokens.offsets.to_numpy()
-    if not np.array_equal(offsets, mask.offsets.to_numpy()):
+    offsets = _from_arrow(tokens.offsets, np.int64)
+    if not np.array_equal(offsets, _from_arrow(mask.offsets, np.int64)):
         raise ValueError("tokens and mask have different lengths")
-    return _Batch(offsets, tokens.values.to_numpy(), mask.values.to_numpy())
+    return _Batch(offsets, _from_arrow(tokens.values, np.int32), _from_arrow(mask.values, np.uint8))
+
+
+# Arrays go by their buffers: `to_numpy` and `pa.array` import pandas wherever it is installed, which takes a process
+# most of a second.
+
+
+def _from_arrow(array: pa.Array, dtype: type[np.generic]) -> np.ndarray:
+    """A view of an array of numbers, read-only. ValueError if values are missing or the buffer is too short."""
+    validity, values = array.buffers()
+    if validity is not None and array.null_count:
+        raise ValueError("values are missing")
+    if not len(array):
+        return np.zeros(0, dtype)
+    return np.frombuffer(values, dtype, len(array), array.offset * np.dtype(dtype).itemsize)
+
+
+def _to_arrow(values: np.ndarray) -> pa.Array:
+    """An array of the same numbers, not copied."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 class RowsWriter:
@@ -189,8 +208,8 @@ class RowsWriter:
         lengths = np.array([len(row.tokens) for row in self._pending], "<i8")
         tokens = np.concatenate([row.tokens for row in self._pending]).astype("<i4")
         mask = np.concatenate([row.mask for row in self._pending]).astype(np.uint8)
-        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-        columns = [pa.LargeListArray.from_arrays(offsets, pa.array(values)) for values in (tokens, mask)]
+        offsets = _to_arrow(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+        columns = [pa.LargeListArray.from_arrays(offsets, _to_arrow(values)) for values in (tokens, mask)]
         self._writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
         for array in (lengths, tokens, mask):
             self._digest.update(array.tobytes())

@@ -32,7 +32,7 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     layers = resolve_layer_ids(run, info)
     learner = build_learner(run, info, layers, device=device)
     records = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
-    buffers = [_states(meta, run.target.dtype, on_gpu=device.startswith("cuda")) for meta in records]
+    buffers = [random_states(meta, run.target.dtype, on_gpu=device.startswith("cuda")) for meta in records]
     done, tokens, begun = 0, 0, time.perf_counter()
     while done < WARM + 2 or time.perf_counter() - begun < seconds:
         meta, buffer = records[done % RECORDS], buffers[done % RECORDS]
@@ -66,7 +66,7 @@ def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> Rec
     )
 
 
-def _states(meta: RecordMeta, dtype: str, *, on_gpu: bool) -> mmap.mmap:
+def random_states(meta: RecordMeta, dtype: str, *, on_gpu: bool) -> mmap.mmap:
     """Random states [planes, T, H] in memory that the GPU can copy from directly."""
     kind = as_dtype(dtype)
     buffer = mmap.mmap(-1, int(np.prod(meta.states_shape)) * kind.itemsize)

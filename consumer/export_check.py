@@ -12,12 +12,13 @@ as it is read here.
 
 import dataclasses
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,30 +77,33 @@ class Answer:
     features: Tensor
 
 
-class Engine(Protocol):
-    """An engine's drafter, loaded from the folder by the engine's own code; in float32 after `tensors`."""
+class Engine(ABC):
+    """An engine's drafter, loaded from the folder by the engine's own code; in float32 once its tensors are kept."""
 
     name: str
-
-    def settings(self) -> dict[str, Any]:
-        """What it read: the keys of `trained_settings`."""
-        ...
+    _model: Any
+    _loaded: dict[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
         """Its drafter's tensors as they were loaded, by the folder's names."""
-        ...
+        return self._loaded
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Its cosines and sines at positions [n]: two of [n, D]."""
-        ...
+        cos, sin = self._model.rotary_emb(torch.zeros(1, device=positions.device), positions[None])
+        return cos[0], sin[0]
 
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What it read: the keys of `trained_settings`."""
+
+    @abstractmethod
     def logits(self, answer: Answer, anchors: Sequence[int]) -> Tensor:
         """Its logits [blocks, B, V] of the blocks at these anchors."""
-        ...
 
+    @abstractmethod
     def decode(self, prompt: list[int], new_tokens: int, stop_ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """New tokens of a greedy answer, and how many each verification produced."""
-        ...
 
 
 def require_engine(format: str) -> None:
@@ -318,7 +322,7 @@ def _load(format: str, folder: Path, model: PreTrainedModel, target: str) -> Eng
     return SpeculatorsEngine(folder, model, target) if format == "speculators" else ZlabEngine(folder, model)
 
 
-class ZlabEngine:
+class ZlabEngine(Engine):
     """z-lab's `DFlashDraftModel`."""
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
@@ -344,13 +348,6 @@ class ZlabEngine:
             "windows": [one.sliding_window for one in attention],
             "causal inside the block": [one.is_causal for one in attention],
         }
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._loaded
-
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._model.rotary_emb(torch.zeros(1, device=positions.device), positions[None])
-        return cos[0], sin[0]
 
     def logits(self, answer: Answer, anchors: Sequence[int]) -> Tensor:
         size, decoder = self._model.block_size, TargetDecoder(self._target)
@@ -386,7 +383,7 @@ class ZlabEngine:
         return tokens, [after - before for before, after in pairwise(places)]
 
 
-class SpeculatorsEngine:
+class SpeculatorsEngine(Engine):
     """The `speculators` library's `DFlashDraftModel`, in the place of a `DraftModel` of our decoding loop."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, target: str) -> None:
@@ -402,7 +399,7 @@ class SpeculatorsEngine:
             config.speculators_config.verifier.name_or_path = target  # here; a GGUF file it could not read
             config.transformer_layer_config._attn_implementation = "sdpa"  # its own default has no CPU kernel
             dtype = torch_dtype(read_config(folder).dtype)
-            self._model: Any = SpeculatorModel.from_pretrained(folder, config=config, dtype=dtype)
+            self._model = SpeculatorModel.from_pretrained(folder, config=config, dtype=dtype)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.name} does not load {folder}: {_first_line(error)}") from error
         self._model = self._model.to(model.device).eval()
@@ -432,13 +429,6 @@ class SpeculatorsEngine:
             "windows": [model.sliding_window if one else None for one in slides],
             "causal inside the block": [one and not model.sliding_window_non_causal for one in slides],
         }
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._loaded
-
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._model.rotary_emb(torch.zeros(1, device=positions.device), positions[None])
-        return cos[0], sin[0]
 
     def logits(self, answer: Answer, anchors: Sequence[int]) -> Tensor:
         hidden = self._blocks(answer.features, answer.tokens, anchors, self.config.block_size)

@@ -81,6 +81,10 @@ class TargetSource:
         """Whether the layers run compiled."""
         return self._compiled is not None and self._compiled.installed
 
+    @property
+    def target(self) -> Target:
+        return self._target
+
     def register(self, address: int, length: int) -> None:
         """Pins the ring's mapping for copies from the GPU; nothing to do on the CPU. Raises ConfigError."""
         if self._copies is None:

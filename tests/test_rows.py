@@ -1,5 +1,8 @@
 import json
+import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -69,6 +72,23 @@ def test_rows_pickle_as_their_path(tmp_path):
     data = pickle.dumps(rows)
     assert len(data) < 500
     assert np.array_equal(pickle.loads(data).row(1999).tokens, rows.row(1999).tokens)
+
+
+def test_pandas_is_not_imported(tmp_path):
+    """pyarrow's conversions do, where it is installed: most of a second for each worker, rank and command."""
+    (tmp_path / "pandas.py").write_text("raise SystemExit('pandas was imported')")
+    script = """
+import numpy as np
+from paceline.common.rows import Rows, RowsWriter
+with RowsWriter(Path("rows")) as writer:
+    writer.add(np.arange(9, dtype=np.int32), np.ones(9, np.uint8))
+    writer.finish({})
+print(Rows.open("rows").row(0).tokens.tolist())
+"""
+    command = [sys.executable, "-c", "from pathlib import Path" + script]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{list(range(9))}\n", done.stderr
 
 
 def test_an_unfinished_write_leaves_nothing(tmp_path):

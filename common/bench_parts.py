@@ -1,0 +1,311 @@
+"""`paceline bench step|target|stream`: each part alone, as shares of what this machine can do.
+
+    step    forward, backward and update of the drafter on rows in page-locked memory
+    target  its forward by plain transformers, packed by paceline, and streaming into a ring that is drained
+    stream  the ring between processes and between a GPU and a process, beside memcpy and page-locked copies
+
+Each measurement runs in a process of its own on one device and prints JSON; this module makes what it runs on, asks
+for the ceilings (`paceline.consumer.ceilings`) in the same call, and turns times and counts into rates.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+import numpy as np
+from rich.table import Table
+
+from .bench import MASK_TOKEN, RUN_FILE, model_folder
+from .devices import gpu_count
+from .errors import PacelineError, UsageError
+from .runfile import load, toml_value
+
+LARGE, SMALL = "qwen3-8b", "smollm2-135m"  # shapes measured unless another is asked for, on a GPU and without
+PADDED = "padded-512"
+PADDED_LENGTH = 512
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What every measurement is told. `settings`: of the run file, key=value; `steps` ends it before `seconds` do."""
+
+    device: str
+    target: str
+    seconds: float = 20.0
+    steps: int | None = None
+    settings: tuple[str, ...] = ()
+    layers: int = 5
+    block_size: int = 16
+    length: int = 3072  # tokens of a full row
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()}
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def enough(self, done: int, seconds: float) -> bool:
+        """Whether `done` repetitions in so many seconds are enough: ten at least unless their number was given."""
+        if self.steps is not None:
+            return done >= self.steps
+        return done >= 10 and seconds >= self.seconds
+
+
+@dataclass(frozen=True)
+class StepOptions(Measured):
+    """full: `rows` rows of `length` tokens, one a micro-batch, with `anchors` blocks each. chat: as many tokens in rows
+    of a chat's lengths (512 at most), packed; padded-512: those rows, each computed as 512 positions."""
+
+    kinds: tuple[str, ...] = ("full",)
+    rows: int = 4
+    anchors: int = 512
+    anchors_per_token: float = 0.25  # of chat rows
+    micro_tokens: int = 8192  # of chat rows
+
+    def check(self) -> None:
+        if self.rows < 1 or self.anchors < 1:
+            raise UsageError("--rows and --anchors: one at least")
+        if self.anchors > self.length - self.block_size:
+            raise UsageError(
+                f"--anchors {self.anchors}: a row of {self.length} tokens has room for "
+                f"{max(0, self.length - self.block_size)} whole blocks of {self.block_size}"
+            )
+
+
+@dataclass(frozen=True)
+class TargetOptions(Measured):
+    kinds: tuple[str, ...] = ("full", "chat")
+    budget: int = 16384  # tokens in a batch
+
+
+def default_device() -> str:
+    return "cuda:0" if gpu_count() else "cpu"
+
+
+def default_target(device: str) -> str:
+    return LARGE if device.startswith("cuda") else SMALL
+
+
+# What is measured on
+
+
+def chat_lengths(total: int, most: int) -> list[int]:
+    """Lengths of rows as in chats, of `total` tokens together or a little less, none above `most`; always the same."""
+    from .bench import CHAT_MEAN, CHAT_SPREAD
+
+    draw = np.random.default_rng(0)
+    lengths: list[int] = []
+    while True:
+        drawn = draw.lognormal(np.log(CHAT_MEAN) - CHAT_SPREAD**2 / 2, CHAT_SPREAD)
+        length = int(np.clip(drawn, 16, most))
+        if lengths and sum(lengths) + length > total:
+            return lengths
+        lengths.append(min(length, total))
+
+
+def prompt_tokens(length: int) -> int:
+    """Tokens at the start of a chat row that are not supervised."""
+    return length // 5
+
+
+def write_run(folder: Path, options: Measured, *, token_budget: int, micro_tokens: int, anchors: float) -> Path:
+    """A run file for one process on one device; rows and rings are named and never opened."""
+    path = folder / "bench.toml"
+    text = RUN_FILE.format(
+        name="bench-part",
+        workers=1,
+        ranks=1,
+        target=toml_value(str(model_folder(folder, options.target).absolute())),
+        rows=toml_value(str((folder / "rows").absolute())),
+        max_length=options.length,
+        token_budget=token_budget,
+        slots=3,
+        worker_devices=json.dumps([options.device]),
+        rank_devices=json.dumps([options.device]),
+        micro_tokens=micro_tokens,
+        layers=options.layers,
+        block_size=options.block_size,
+        mask=MASK_TOKEN,
+        anchors_per_token=anchors,
+    )
+    path.write_text(text)
+    load(path, options.settings)  # a wrong --set is said here, in one line
+    return path
+
+
+def run_side(module: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last. PacelineError with its last line of errors."""
+    command = [sys.executable, "-m", f"paceline.{module}", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode or not result.stdout.strip():
+        said = [line for line in result.stderr.strip().splitlines() if line.strip()]
+        raise PacelineError(f"{module} failed: {said[-1] if said else f'exit code {result.returncode}'}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _report(what: str, options: Measured, ceilings: Mapping[str, Any], arms: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "bench": what,
+        "date": time.strftime("%Y-%m-%d"),
+        "options": asdict(options),
+        "ceilings": dict(ceilings),
+        "arms": dict(arms),
+    }
+
+
+# The step
+
+
+def bench_step(options: StepOptions) -> dict[str, Any]:
+    """Measures the drafter's step. UsageError, ConfigError, PacelineError."""
+    options.check()
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        run = write_run(
+            Path(folder),
+            options,
+            token_budget=max(options.rows * options.length, options.length),
+            micro_tokens=options.micro_tokens,
+            anchors=options.anchors_per_token,
+        )
+        ceilings = run_side("consumer.ceilings", options.device, load(run, options.settings).trainer.dtype)
+        measured = run_side("consumer.bench_step", str(run), options.to_json())
+    return _report("step", options, ceilings, step_figures(measured, ceilings))
+
+
+def step_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Rates of each arm: medians over the repetitions of what one did by the time it took."""
+    arms = {name: _step_arm(arm, float(ceilings["matmul_tflops"])) for name, arm in measured.items()}
+    if "chat" in arms and PADDED in arms:
+        packed, padded = (arms[name]["supervised_blocks_per_s"] for name in ("chat", PADDED))
+        arms["chat"]["packed_to_padded"] = (packed or 0.0) / (padded or 1.0)
+    return arms
+
+
+def _step_arm(arm: Mapping[str, Any], ceiling: float) -> dict[str, float | None]:
+    times, work = np.array(arm["step_s"]), arm["work"]
+
+    def rate(name: str) -> float:
+        return float(np.median(np.array([done[name] for done in work]) / times))
+
+    low, middle, high = (float(value) / arm["rows"] * 1e3 for value in np.percentile(times, (10, 50, 90)))
+    return {
+        "repetitions": len(times),
+        "rows": arm["rows"],
+        "row_ms": middle,
+        "row_ms_p10": low,
+        "row_ms_p90": high,
+        "update_ms": median(arm["update_s"]) * 1e3,
+        "context_tokens_per_s": float(np.median(arm["context_tokens"] / times)),
+        "positions_per_s": rate("slots"),
+        "positions": work[0]["slots"],
+        "supervised_blocks_per_s": rate("blocks"),
+        "tflops": rate("flops") / 1e12,
+        "of_matmul": rate("flops") / 1e12 / ceiling,
+        "peak_gib": None if arm["peak_bytes"] is None else arm["peak_bytes"] / GIB,
+    }
+
+
+_SHARED_ROWS = (
+    ("model TFLOP/s", "tflops", "{:.2f}"),
+    ("  of matmul", "of_matmul", "{:.2f}"),
+    ("peak memory, GiB", "peak_gib", "{:.2f}"),
+)
+_STEP_ROWS = (
+    ("fwd + bwd a row, ms", "row_ms", "{:.1f}"),
+    ("  p10, p90", ("row_ms_p10", "row_ms_p90"), "{:.1f}, {:.1f}"),
+    ("optimiser step, ms", "update_ms", "{:.1f}"),
+    ("context Ktok/s", "context_tokens_per_s", "K"),
+    ("draft positions/s", "positions_per_s", "{:,.0f}"),  # slot 0 included
+    ("supervised blocks/s", "supervised_blocks_per_s", "{:,.0f}"),
+    ("  of padded", "packed_to_padded", "{:.2f}"),
+    *_SHARED_ROWS,
+)
+_TARGET_ROWS = (
+    ("Ktok/s", "tokens_per_s", "K"),
+    ("  of transformers", "of_transformers", "{:.2f}"),
+    ("  of alone", "of_alone", "{:.3f}"),
+    ("a batch, ms", "batch_ms", "{:.1f}"),
+    ("  p10, p90", ("batch_ms_p10", "batch_ms_p90"), "{:.1f}, {:.1f}"),
+    ("  checksum, ms", "checksum_ms", "{:.1f}"),
+    ("into the ring, GB/s", "gb_per_s", "{:.2f}"),
+    *_SHARED_ROWS,
+)
+
+
+def part_table(report: Mapping[str, Any]) -> Table:
+    """The arms of a report of step or target, side by side."""
+    ceilings = report["ceilings"]
+    title = (
+        f"{report['options']['target']} on {ceilings['device']}, {ceilings['dtype']}; matmul of "
+        f"{ceilings['matmul_size']}³: {ceilings['matmul_tflops']:.2f} TFLOP/s"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in report["arms"]:
+        table.add_column(name, justify="right")
+    for label, keys, form in _STEP_ROWS if report["bench"] == "step" else _TARGET_ROWS:
+        cells = [_cell(arm, keys, form) for arm in report["arms"].values()]
+        if any(cell != "-" for cell in cells):
+            table.add_row(label, *cells)
+    return table
+
+
+def _cell(arm: Mapping[str, Any], keys: str | Sequence[str], form: str) -> str:
+    values = [arm.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
+    if any(value is None for value in values):
+        return "-"
+    return f"{values[0] / 1e3:.2f}" if form == "K" else form.format(*values)
+
+
+# The target
+
+
+def bench_target(options: TargetOptions) -> dict[str, Any]:
+    """Measures the target's forward. UsageError, ConfigError, PacelineError."""
+    if options.length > options.budget:
+        raise UsageError(f"--length {options.length}: rows longer than --budget {options.budget}")
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        run = write_run(Path(folder), options, token_budget=options.budget, micro_tokens=options.budget, anchors=0.25)
+        ceilings = run_side("consumer.ceilings", options.device, load(run, options.settings).target.dtype)
+        measured = run_side("producer.bench_target", str(run), options.to_json())
+    return _report("target", options, ceilings, target_figures(measured, ceilings))
+
+
+def target_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rates of each arm, and their ratios to plain transformers and to the same rows without a ring."""
+    arms: dict[str, dict[str, Any]] = {}
+    for name, arm in measured.items():
+        times = np.array(arm["batch_s"])
+        low, middle, high = (float(value) * 1e3 for value in np.percentile(times, (10, 50, 90)))
+        tflops = arm["flops"] / (middle / 1e3) / 1e12
+        arms[name] = {
+            "repetitions": len(times),
+            "tokens": arm["tokens"],
+            "tokens_per_s": arm["tokens"] / (middle / 1e3),
+            "batch_ms": middle,
+            "batch_ms_p10": low,
+            "batch_ms_p90": high,
+            "tflops": tflops,
+            "of_matmul": tflops / ceilings["matmul_tflops"],
+            "peak_gib": None if arm["peak_bytes"] is None else arm["peak_bytes"] / GIB,
+            "runs": arm["runs"],
+        }
+    for name, arm in arms.items():
+        if name != "transformers":
+            arm["of_transformers"] = arm["tokens_per_s"] / arms["transformers"]["tokens_per_s"]
+        kind, streams, _ = name.partition(", ring")
+        if streams:
+            arm["of_alone"] = arm["tokens_per_s"] / arms[kind]["tokens_per_s"]
+            arm["checksum_ms"] = median(measured[name]["checksum_s"]) * 1e3
+            arm["gb_per_s"] = measured[name]["record_bytes"] / arm["batch_ms"] / 1e6
+    return arms

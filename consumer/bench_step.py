@@ -1,0 +1,187 @@
+"""A drafter's step alone: `python -m paceline.consumer.bench_step RUN.toml OPTIONS` prints its times as JSON.
+
+The learner is the trainer's own and its records lie in page-locked memory: an arm is a record, and `train_record` does
+with it what it does in a run. Arms are measured in turn, each with a learner of its own. common/bench_parts.py calls it.
+
+A padded implementation is measured with the same model and the same kernels: its record has all rows at 512 positions
+and as many blocks in each row as the row with most needs, every slot scored. What that computes is what padding would
+compute; of use are the blocks that the packed rows have. It errs in favour of padding: slot 0 still skips the head, and
+so do the slots beyond position 511.
+"""
+
+import gc
+import json
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..common.bench_parts import PADDED, PADDED_LENGTH, StepOptions, chat_lengths, prompt_tokens
+from ..common.errors import PacelineError
+from ..common.flops import step_flops
+from ..common.footprint import Shape
+from ..common.record import RecordMeta
+from ..common.runfile import RunFile, load
+from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
+from .anchors import Positions, draw_anchors
+from .bench import random_states
+from .blocks import pack_blocks
+from .ceilings import wait
+from .learner import DFlashLearner, build_learner
+
+EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
+WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
+LR = 1e-6  # random states teach nothing
+
+
+class Arm(NamedTuple):
+    """Rows to train on. supervised: token span of each row; blocks: those of use, None if all are."""
+
+    settings: tuple[str, ...]
+    lengths: list[int]
+    supervised: list[tuple[int, int]]
+    context: int  # tokens of use
+    blocks: int | None = None
+
+
+def measure(run_path: str, options: StepOptions) -> dict[str, Any]:
+    """By the arm's name: seconds of each repetition and of its update, and what each did."""
+    return {kind: measure_arm(run_path, make_arm(run_path, kind, options), options) for kind in options.kinds}
+
+
+def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
+    """The rows of "full", "chat" or "padded-512"."""
+    if kind == "full":
+        # Anchors keep away from the row's end, so that every block is whole and their number is exact.
+        whole = options.length - options.block_size + 1
+        settings = (
+            f"objective.max_anchors={options.anchors}",
+            "objective.anchors_per_token=1.0",
+            f"trainer.micro_tokens={options.length}",
+        )
+        rows = options.rows
+        return Arm(settings, [options.length] * rows, [(0, whole)] * rows, options.length * rows)
+    lengths = chat_lengths(options.rows * options.length, PADDED_LENGTH)
+    packed = Arm((), lengths, [(prompt_tokens(length), length) for length in lengths], sum(lengths))
+    if kind != PADDED:
+        return packed
+    run = load(run_path, options.settings)
+    counts = [len(anchors) for anchors in _anchors(run, _masks(packed), range(len(lengths)), 0)]
+    settings = (f"objective.max_anchors={max(counts)}", "objective.anchors_per_token=1.0")
+    same = len(lengths)
+    return Arm(settings, [PADDED_LENGTH] * same, [(0, PADDED_LENGTH)] * same, sum(lengths), sum(counts))
+
+
+def measure_arm(run_path: str, arm: Arm, options: StepOptions) -> dict[str, Any]:
+    """Times of forward and backward over the arm's rows, and of the optimiser's step after it."""
+    run = load(run_path, [*arm.settings, *options.settings])
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    layers = resolve_layer_ids(run, info)
+    device = torch.device(options.device)
+    meta = describe(run, arm, layers, info)
+    learner = build_learner(run, info, layers, device=device)
+    buffer = random_states(meta, run.target.dtype, on_gpu=device.type == "cuda")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with memoryview(buffer) as states:
+        steps, updates = _time(learner, meta, states, device, options)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    del learner
+    gc.collect()
+    torch.cuda.empty_cache()
+    work = [count_work(run, meta, epoch, info, len(layers)) for epoch in range(EPOCHS)]
+    if arm.blocks is not None:
+        work = [done | {"blocks": arm.blocks} for done in work]
+    return {
+        "step_s": steps,
+        "update_s": updates,
+        "work": [work[i % EPOCHS] for i in range(len(steps))],
+        "rows": len(meta.row_ids),
+        "context_tokens": arm.context,
+        "peak_bytes": peak,
+    }
+
+
+def describe(run: RunFile, arm: Arm, layers: list[int], info: TargetInfo) -> RecordMeta:
+    """The record of an arm's rows; its tokens are random."""
+    draw = np.random.default_rng(0)
+    return RecordMeta(
+        batch=0,
+        row_ids=np.arange(len(arm.lengths), dtype=np.int64),
+        cu_seqlens=np.cumsum([0, *arm.lengths]).astype(np.int32),
+        tokens=draw.integers(0, info.vocab_size, sum(arm.lengths)).astype(np.int32),
+        mask=np.concatenate(_masks(arm)),
+        layer_ids=tuple(layers),
+        dtype=run.target.dtype,
+        hidden_size=info.hidden_size,
+        last_hidden="before_norm" if run.target.last_hidden else "none",
+        fingerprint=0,
+    )
+
+
+def _masks(arm: Arm) -> list[NDArray[np.uint8]]:
+    masks = [np.zeros(length, np.uint8) for length in arm.lengths]
+    for mask, (start, end) in zip(masks, arm.supervised, strict=True):
+        mask[start:end] = 1
+    return masks
+
+
+def _time(
+    learner: DFlashLearner, meta: RecordMeta, states: memoryview, device: torch.device, options: StepOptions
+) -> tuple[list[float], list[float]]:
+    """Seconds of forward and backward, and of the update, of each repetition after those that warm up."""
+
+    def once(epoch: int) -> tuple[float, float]:
+        wait(device)
+        start = time.perf_counter()
+        learner.train_record(meta, states, epoch)
+        wait(device)
+        trained = time.perf_counter()
+        result = learner.step(learner.sums(), LR)
+        wait(device)
+        if not result.finite:
+            raise PacelineError("the benchmark's step is not finite: its times would say nothing")
+        return trained - start, time.perf_counter() - trained
+
+    for i in range(WARM[device.type]):
+        once(i % EPOCHS)
+    times: list[tuple[float, float]] = []
+    begun = time.perf_counter()
+    while not options.enough(len(times), time.perf_counter() - begun):
+        times.append(once(len(times) % EPOCHS))
+    return [step for step, _ in times], [update for _, update in times]
+
+
+def count_work(run: RunFile, meta: RecordMeta, epoch: int, info: TargetInfo, planes: int) -> dict[str, int]:
+    """What the rows take in an epoch: slots, scored slots, blocks with one, model FLOPs."""
+    cu = meta.cu_seqlens
+    masks = [meta.mask[cu[r] : cu[r + 1]] for r in range(len(meta.row_ids))]
+    anchors = _anchors(run, masks, meta.row_ids.tolist(), epoch)
+    size = run.drafter.block_size
+    blocks = pack_blocks(meta.tokens, meta.mask, cu, anchors, block_size=size, mask_token_id=0, gamma=1.0)
+    own = np.bincount(blocks.block, minlength=blocks.count)
+    seen = int((blocks.see_to - blocks.see_from).sum() + (own * own).sum())
+    context = sum(span.context_to - span.context_from for span in blocks.spans)
+    scored = len(blocks.scored)
+    return {
+        "slots": blocks.slots,
+        "scored": scored,
+        "blocks": len(np.unique(blocks.block[blocks.scored])),
+        "flops": step_flops(Shape.of(run, info, planes), context=context, slots=blocks.slots, seen=seen, scored=scored),
+    }
+
+
+def _anchors(run: RunFile, masks: list[NDArray[np.uint8]], ids: Any, epoch: int) -> list[Positions]:
+    """As the learner draws them."""
+    per_token, most = run.objective.anchors_per_token, run.objective.max_anchors
+    return [
+        draw_anchors(mask, seed=run.trainer.seed, epoch=epoch, row_id=row, per_token=per_token, most=most)
+        for mask, row in zip(masks, ids, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], StepOptions.from_json(sys.argv[2]))))

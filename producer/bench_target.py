@@ -1,0 +1,201 @@
+"""A target's forward alone: `python -m paceline.producer.bench_target RUN.toml OPTIONS` prints its times as JSON.
+
+    transformers       all layers of the decoder, one padded batch of full rows, its own attention, output hooks
+    full, chat         the worker's target: layers up to the last recorded one, packed rows, states dropped
+    ..., ring          the same rows as records in a ring that is drained at once, as a worker makes them
+
+common/bench_parts.py calls it. Every repetition waits for the device, as a worker does at the end of a record.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..common.bench_parts import TargetOptions, chat_lengths
+from ..common.fingerprint import Fingerprint
+from ..common.flops import forward_flops
+from ..common.record import RecordMeta, checksum, max_rows, record_bytes, slot_bytes, write_meta
+from ..common.ring import Ring, RingReader
+from ..common.runfile import RunFile, load
+from ..common.target import Target
+from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
+from .capture import TargetSource
+
+WARM = 3  # repetitions that do not count
+SLOTS = 3
+
+
+class Rows(NamedTuple):
+    """A batch: tokens int32 [T] and offsets int32 [R+1]."""
+
+    tokens: np.ndarray
+    cu_seqlens: np.ndarray
+
+    @property
+    def lengths(self) -> list[int]:
+        return np.diff(self.cu_seqlens).tolist()
+
+
+def measure(run_path: str, options: TargetOptions) -> dict[str, Any]:
+    """By the arm's name: seconds of each repetition, tokens and model FLOPs of one, peak memory, how rows ran."""
+    run = load(run_path, options.settings)
+    info = target_info(run.target.path, run.target.trust_remote_code)
+    layers = resolve_layer_ids(run, info)
+    rows = {kind: make_rows(kind, options, info) for kind in ("full", *options.kinds)}
+    found = {"transformers": _transformers(run, info, layers, rows["full"], options)}
+    source = TargetSource.load(run, info, layers, options.device)
+    for kind in options.kinds:
+        found[kind] = _alone(source, layers, rows[kind], options)
+        found[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], options)
+    return found
+
+
+def make_rows(kind: str, options: TargetOptions, info: TargetInfo) -> Rows:
+    """Random tokens: as many full rows as the budget holds, or rows of a chat's lengths that fill it."""
+    lengths = [options.length] * (options.budget // options.length)
+    if kind == "chat":
+        lengths = chat_lengths(options.budget, options.length)
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, info.vocab_size, sum(lengths)).astype(np.int32)
+    return Rows(tokens, np.cumsum([0, *lengths]).astype(np.int32))
+
+
+def _transformers(
+    run: RunFile, info: TargetInfo, layers: Sequence[int], rows: Rows, options: TargetOptions
+) -> dict[str, Any]:
+    """transformers' own forward of the whole decoder, its recorded layers' outputs taken by hooks."""
+    target = Target.load(
+        info.path,
+        dtype=run.target.dtype,
+        device=options.device,
+        trust_remote_code=run.target.trust_remote_code,
+    )
+    taken: list[Any] = []
+    for layer in layers:
+        target.layers[layer].register_forward_hook(lambda _module, _inputs, output: taken.append(output))
+    ids = torch.from_numpy(rows.tokens).long().view(len(rows.lengths), -1).to(target.device)
+
+    @torch.inference_mode()
+    def forward() -> None:
+        target.decoder(input_ids=ids, use_cache=False)
+        taken.clear()
+
+    found = _arm(target, rows, str(target.decoder.config._attn_implementation), forward, options)
+    del target, forward
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def _alone(source: TargetSource, layers: Sequence[int], rows: Rows, options: TargetOptions) -> dict[str, Any]:
+    tokens, offsets = torch.from_numpy(rows.tokens), rows.cu_seqlens.tolist()
+    target = source.target
+    return _arm(
+        target,
+        rows,
+        source.mode,
+        lambda: target.forward_states(tokens, offsets, layers, lambda *_: None),
+        options,
+    )
+
+
+def _streaming(
+    source: TargetSource, run: RunFile, layers: Sequence[int], rows: Rows, options: TargetOptions
+) -> dict[str, Any]:
+    """Records into a ring whose reader frees each as soon as it is there."""
+    lengths = rows.lengths
+    meta = RecordMeta(
+        batch=1,
+        row_ids=np.arange(len(lengths), dtype=np.int64),
+        cu_seqlens=rows.cu_seqlens,
+        tokens=rows.tokens,
+        mask=np.ones(len(rows.tokens), np.uint8),
+        layer_ids=tuple(layers),
+        dtype=run.target.dtype,
+        hidden_size=source.info.hidden_size,
+        last_hidden="none",
+        fingerprint=1,
+    )
+    length, most = record_bytes(meta), max_rows(options.budget)
+    size = slot_bytes(options.budget, most, meta.planes, meta.hidden_size, meta.dtype)
+    parent = Path(run.stream.ring_dir)
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix="bench-target-", dir=parent) as folder:
+        path = Path(folder) / "w0.ring"
+        ring = Ring.open(path, worker="w0", fingerprint=Fingerprint({"bench": "target"}), slots=SLOTS, slot_bytes=size)
+        reader = RingReader.open(path)
+        source.register(*ring.mapping())
+
+        summing: list[float] = []
+
+        def record() -> None:
+            slot = ring.claim(meta.batch)
+            assert slot is not None  # the one before is free again
+            start = write_meta(slot.payload, meta)
+            source.record(meta.tokens, meta.cu_seqlens, slot.payload[start:length], lambda: None)
+            copied = time.perf_counter()
+            total = checksum(slot.payload, length)
+            summing.append(time.perf_counter() - copied)
+            ring.commit(slot, length, total)
+            reader.take(slot.index, slot.seq, trainer=1)
+            reader.release(slot.index, slot.seq)
+
+        try:
+            found = _arm(source.target, rows, source.mode, record, options)
+            return found | {"checksum_s": summing[-len(found["batch_s"]) :], "record_bytes": length}
+        finally:
+            source.close()
+            reader.close()
+            ring.close()
+
+
+def _arm(target: Target, rows: Rows, runs: str, once: Callable[[], object], options: TargetOptions) -> dict[str, Any]:
+    """Seconds of each repetition after those that warm up."""
+    cuda = target.device.type == "cuda"
+
+    def timed() -> float:
+        start = time.perf_counter()
+        once()
+        if cuda:
+            torch.cuda.synchronize(target.device)
+        return time.perf_counter() - start
+
+    for _ in range(WARM if cuda else 1):
+        timed()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(target.device)
+    times: list[float] = []
+    begun = time.perf_counter()
+    while not options.enough(len(times), time.perf_counter() - begun):
+        times.append(timed())
+    return {
+        "batch_s": times,
+        "tokens": len(rows.tokens),
+        "flops": count_flops(target, rows.lengths),
+        "peak_bytes": torch.cuda.max_memory_allocated(target.device) if cuda else None,
+        "runs": runs,
+    }
+
+
+def count_flops(target: Target, lengths: Sequence[int]) -> int:
+    """Model FLOPs of one forward over rows of these lengths by the layers that were loaded."""
+    weights = sum(
+        module.weight.numel() for layer in target.layers for module in layer.modules() if isinstance(module, nn.Linear)
+    )
+    kinds = getattr(target.decoder.config.get_text_config(decoder=True), "layer_types", None)
+    kinds = kinds or ["full_attention"] * len(target.layers)
+    attending = sum(kind in ("full_attention", "sliding_attention") for kind in kinds[: len(target.layers)])
+    return forward_flops(weights, target.info.num_heads * target.info.head_dim, attending, lengths)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], TargetOptions.from_json(sys.argv[2]))))
