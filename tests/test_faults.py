@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import Forks, Process
 from paceline.common import faults, paths
 from paceline.common.batch import BatchId, Kind
 from paceline.common.errors import ConfigError
@@ -28,7 +29,7 @@ from paceline.common.ring import RingReader, SlotState, ring_paths
 from paceline.common.runfile import RunFile
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.audit import audit
-from pair import Forks, Process, describer, ring_of, toy_settings, write_toy
+from pair import describer, ring_of, toy_settings, write_toy
 from safetensors.numpy import load_file
 from standins import SumLearner, commit, stamp
 from waiting import ownerless, until
@@ -81,7 +82,7 @@ def test_a_count_is_a_number_from_one(text: str):
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    forks = Forks()
+    forks = Forks(Path(__file__).with_name("pair.py"))
     yield forks
     forks.close()
 
@@ -106,6 +107,7 @@ class Play:
         self.settings = toy_settings(folder)
         self.rings = {"w0.ring"}
         self.processes: dict[str, Process] = {}
+        self._started = 0
 
     @property
     def run(self) -> RunFile:
@@ -118,7 +120,10 @@ class Play:
     def start(self, role: str, fault: str = "", rank_fault: str = "", victim: int = 0, **more: str) -> Process:
         arguments = {"worker": ["0"], "trainer": [rank_fault, str(victim)], "prepare": []}[role]
         environment = {name: os.environ[name] for name in ("PACELINE_RUNTIME_DIR", "PACELINE_CACHE")} | more
-        process = self._forks.start(role, self.run, self.folder, *arguments, fault=fault, **environment)
+        self._started += 1
+        output = self.folder / f"{self._started:04d}-{role}.log"
+        run = self.run.model_dump_json()
+        process = self._forks.start(role, run, *arguments, output=output, fault=fault, **environment)
         self.processes[role] = process
         return process
 
