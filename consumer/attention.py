@@ -40,7 +40,8 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tiles of the three kernels. `each`: heads of a group that one program of `keys` adds up, 0 for all of them."""
+    """Tiles of the three kernels. `each`: heads of a group whose slopes of the context's keys one program adds up, 0
+    for all of them; fewer make more programs of more equal length, and a sum over them afterwards."""
 
     forward: Launch
     queries: Launch
@@ -48,10 +49,10 @@ class Tuning:
     each: int = 1
 
 
-TUNED = {  # by padded head dimension; measured on an H200 (docs/performance.md)
-    64: Tuning(Launch(128, 64, 4, 3), Launch(128, 64, 8, 3), Launch(64, 64, 4, 2)),
-    128: Tuning(Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 64, 4, 2)),
-    256: Tuning(Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 2)),
+TUNED = {  # by padded head dimension; 64 and 128 chosen among ten each on an H200
+    64: Tuning(Launch(64, 64, 4, 3), Launch(64, 32, 4, 3), Launch(32, 64, 4, 3), each=0),
+    128: Tuning(Launch(64, 64, 4, 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 3), each=1),
+    256: Tuning(Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 2), each=1),
 }
 
 
@@ -378,11 +379,11 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
         slopes: list[Tensor] = []
         sides = (
-            (keys, values, ranges.low, ranges.high, ranges.context_first, ranges.context_past),
-            (own_keys, own_values, ranges.own_low, ranges.own_high, ranges.own_first, ranges.own_past),
+            (tuning.each, keys, values, ranges.low, ranges.high, ranges.context_first, ranges.context_past),
+            (0, own_keys, own_values, ranges.own_low, ranges.own_high, ranges.own_first, ranges.own_past),
         )
-        for k, v, *tables in sides:
-            each = min(group, tuning.each or group)
+        for each, k, v, *tables in sides:
+            each = min(group, each or group)
             dk, dv = (_like(k, heads // each, k.dtype if each == group else torch.float32) for _ in range(2))
             launch, count = tuning.keys, k.shape[1]
             if count:

@@ -393,14 +393,17 @@ class Drafter(nn.Module):
         features [T, K·H]: outputs of the recorded target layers side by side, in the order of target_layer_ids;
         positions [T] int64, each inside its own document.
         """
-        return self._parts.context(self, features, self.rope(features, positions))
+        context = self._parts.context(self.fc, self.hidden_norm, features)
+        rope = self.rope(context, positions)
+        return [self._parts.keys_values(layer.self_attn, context, rope) for layer in self._draft_layers()]
 
     def decode(self, embeds: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
         """Hidden states [S, H] after the final norm of slots embedded as embeds [S, H] at positions [S]."""
         rope = self.rope(embeds, positions)
         layers, parts = self._draft_layers(), self._parts
-        x = embeds
-        q, block = parts.first(layers[0], x, rope)
+        q, block = parts.first(layers[0], embeds, rope)
+        # One graph of `between` serves all layers when each one's input needs a gradient; the embedding's goes nowhere.
+        x = embeds.detach().requires_grad_(torch.is_grad_enabled())
         for i, (layer, layer_context) in enumerate(zip(layers, context, strict=True)):
             mixed = attend(q, layer_context, block, layer.self_attn.window)
             if i + 1 < len(layers):
@@ -444,9 +447,12 @@ class Drafter(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
 
 
-def _context(drafter: Drafter, features: Tensor, rope: Rope) -> list[ContextKV]:
-    context = drafter.hidden_norm(drafter.fc(features))
-    return [layer.self_attn.keys_values(context, rope) for layer in drafter.layers]  # pyright: ignore
+def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
+    return norm(fc(features))
+
+
+def _keys_values(attention: DraftAttention, x: Tensor, rope: Rope) -> ContextKV:
+    return attention.keys_values(x, rope)
 
 
 def _first(layer: DraftLayer, x: Tensor, rope: Rope) -> tuple[Tensor, ContextKV]:
@@ -467,13 +473,14 @@ def _last(layer: DraftLayer, norm: nn.Module, x: Tensor, mixed: Tensor) -> Tenso
 class Parts(NamedTuple):
     """What the forward consists of between its attentions, as functions of the modules: plain, or each compiled."""
 
-    context: Callable[..., list[ContextKV]]
+    context: Callable[..., Tensor]
+    keys_values: Callable[..., ContextKV]
     first: Callable[..., tuple[Tensor, ContextKV]]
     between: Callable[..., tuple[Tensor, Tensor, ContextKV]]
     last: Callable[..., Tensor]
 
 
-PLAIN_PARTS = Parts(_context, _first, _between, _last)
+PLAIN_PARTS = Parts(_context, _keys_values, _first, _between, _last)
 
 
 def attend_one_block(q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:

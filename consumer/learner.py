@@ -64,6 +64,7 @@ from .transfer import StateReader, view_states
 
 log = logging.getLogger(__name__)
 
+AHEAD = 4  # records whose blocks are kept; a rank holds two
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
 CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -180,9 +181,19 @@ class DFlashLearner:
         self._reader = StateReader(self.device, dtype)
         if self.device.type == "cuda":
             self.drafter.compile_parts()
+        self._ahead: dict[tuple[int, int], tuple[list[_Rows], list[Blocks]]] = {}  # by batch and epoch
         self._sums = torch.zeros(sums_size(self.config.block_size), dtype=torch.float64, device=self.device)
 
     # Records
+
+    def prepare(self, meta: RecordMeta, epoch: int) -> None:
+        """Draws the anchors and packs the blocks of a record that `train_record` will get, in any thread.
+
+        Tens of thousands of slots take the host long enough for a small drafter's GPU to wait.
+        """
+        while len(self._ahead) >= AHEAD:  # records that never came: refused, or of a phase that was left
+            self._ahead.pop(next(iter(self._ahead)), None)
+        self._ahead[meta.batch, epoch] = self._packed(meta, epoch)
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         """Adds a record's gradients and sums. states: the record's [planes, T, H] bytes in its slot; done: the share
@@ -190,8 +201,7 @@ class DFlashLearner:
 
         On return the slot may be released: nothing points into it and no copy out of it is under way.
         """
-        micros = self._micro_batches(meta, epoch)
-        blocks = [self._pack(rows, rows.anchors) for rows in micros]
+        micros, blocks = self._ahead.pop((meta.batch, epoch), None) or self._packed(meta, epoch)
         needed = [len(rows.tokens) for rows in micros]
         if not self._objective.needs_target:  # nothing sees what is after the last anchor
             needed = [max(1, packed.spans[-1].context_to) for packed in blocks]
@@ -211,6 +221,10 @@ class DFlashLearner:
             context = self.drafter.project_context(found.features, self._context_positions(rows, len(found.features)))
             self._score(self._pack(rows, rows.anchors), context, len(rows.tokens), found.last)
             self._chain(rows, context)
+
+    def _packed(self, meta: RecordMeta, epoch: int) -> tuple[list[_Rows], list[Blocks]]:
+        micros = self._micro_batches(meta, epoch)
+        return micros, [self._pack(rows, rows.anchors) for rows in micros]
 
     def _micro_batches(self, meta: RecordMeta, epoch: int) -> list[_Rows]:
         cu, objective = meta.cu_seqlens, self._run.objective

@@ -21,14 +21,15 @@ from ..common import faults, paths
 from ..common.batch import Kind
 from ..common.errors import ConfigError, PacelineError
 from ..common.locks import FileLock, held_by
-from ..common.plan import plan_from
+from ..common.plan import Plan, plan_from
+from ..common.record import RecordMeta
 from ..common.rows import Rows
 from ..common.runfile import RunFile
 from .check import RecordCheck
 from .checkpoint import load_state
 from .group import Group, LocalGroup, TorchGroup
 from .job import RankJob, Reports
-from .source import RecordSource
+from .source import Phase, RecordSource
 from .stop import StopFlag, StopRequested
 from .training import Boundary, Learner, Training
 
@@ -72,6 +73,7 @@ class DFlash:
         if self._device.type == "cuda":
             self._learner.rehearse()
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
+        self.prepare = self._learner.prepare
         self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard
         self.snapshot, self.restore = self._learner.snapshot, self._learner.restore
 
@@ -179,6 +181,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
         skip_limit=run.trainer.skip_limit,
         on_map=learner.map_ring,
         on_unmap=learner.unmap_ring,
+        on_ready=lambda meta, phase: _prepare(learner, plan, meta, phase),
     )
     source.start()
     try:
@@ -189,6 +192,12 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
     if ending.kind == "finished":
         group.close()  # after a stop others may be gone, and NCCL would wait for them
     return {"failed": PacelineError.exit_code, "unfit": ConfigError.exit_code}.get(ending.kind, 0)
+
+
+def _prepare(learner: Learner, plan: Plan, meta: RecordMeta, phase: Phase) -> None:
+    kind, number = phase
+    if kind is Kind.TRAIN:
+        learner.prepare(meta, plan.epoch_of(number))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ class RecordSource:
 
     address: where the feed listens for ranks. ring_dir: the run's rings. next_phase: what follows a phase.
     on_map, on_unmap: called with (address, bytes) when a ring has been mapped and before it is unmapped.
+    on_ready: called with a record that checks out, before `next` gives it; like those two by the source's thread.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class RecordSource:
         skip_limit: int,
         on_map: Callable[[int, int], None] = lambda address, size: None,
         on_unmap: Callable[[int, int], None] = lambda address, size: None,
+        on_ready: Callable[[RecordMeta, Phase], None] = lambda meta, phase: None,
     ):
         self._rank, self._trainer = rank, trainer
         self._address, self._ring_dir = address, ring_dir
         self._check, self._next_phase, self._skip_limit = check, next_phase, skip_limit
-        self._on_map, self._on_unmap = on_map, on_unmap
+        self._on_map, self._on_unmap, self._on_ready = on_map, on_unmap, on_ready
         # Of the thread alone:
         self._readers: dict[str, RingReader] = {}
         self._replaced: list[RingReader] = []  # no longer given, but perhaps still read
@@ -326,6 +328,7 @@ class RecordSource:
             self._refuse(take, str(error))
         else:
             self._in_a_row[take.worker] = 0
+            self._on_ready(record.meta, self._phase)
             with self._lock:
                 self._of(self._phase).ready.append(record)
                 self._held += 1

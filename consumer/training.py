@@ -39,6 +39,11 @@ FIRST_PHASE: Phase = (Kind.TRAIN, 0)
 class Learner(Protocol):
     """What a rank trains (learner.py). All ranks make the same calls in the same order, but for their records."""
 
+    def prepare(self, meta: RecordMeta, epoch: int) -> None:
+        """A record that `train_record` will be given soon: what can be worked out without its states. Called by the
+        source's thread, while this one trains."""
+        ...
+
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         """Add the record's unnormalised gradients and sums; done: the share of the run's steps behind it. On return
         nothing reads `states` any more."""

@@ -356,6 +356,17 @@ def test_micro_batches_are_runs_of_wanted_rows():
     assert micro_batches(lengths, ~every, 20) == []
 
 
+def test_what_was_prepared_ahead_is_used_and_changes_nothing(whole, monkeypatch):
+    learner = make_learner()
+    meta = ROWS.meta(IDS)
+    learner.prepare(meta, 1)
+    for other in range(6):
+        learner.prepare(replace(meta, batch=meta.batch + 1 + other % 2), 1)  # never come
+    monkeypatch.setattr(learner, "_micro_batches", lambda *_: pytest.fail("drawn once more"))
+    learner.train_record(meta, ROWS.memory(), 1)
+    torch.testing.assert_close(mean_gradient([learner]), whole[0])
+
+
 def test_float16_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
         drafter_dtype("float16", torch.device("cpu"))
