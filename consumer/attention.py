@@ -26,6 +26,7 @@ from torch import Tensor
 from .blocks import MAX_HEAD_DIM, Blocks, seen_from, to_device
 from .drafter import ContextKV
 
+COUNTS = ["slots", "context", "count"]  # vary: a kernel for each remainder of 16 would be compiled in mid-run
 LOG2_E = 1.4426950408889634
 
 
@@ -107,7 +108,7 @@ def _stretch(low, high, valid, N: tl.constexpr):
     return first, whole, past, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _forward_kernel(
     q, keys, values, own_keys, own_values, low, high, own_low, own_high, out, lse,
     slots, context, group, scale,
@@ -178,7 +179,7 @@ def _query_slopes(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _queries_kernel(
     q, keys, values, own_keys, own_values, low, high, own_low, own_high, out, lse, slope, delta, dq,
     slots, context, group, scale, unit,
@@ -222,7 +223,7 @@ def _queries_kernel(
     tl.store(at, (acc * unit).to(dq.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _keys_kernel(
     q, keys, values, low, high, seen_first, seen_past, lse, slope, delta, dk, dv,
     slots, count, group, scale, unit,

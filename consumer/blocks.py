@@ -14,6 +14,7 @@ reference, used on CPU. On CUDA the kernels of attention.py do the same.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,10 +201,39 @@ def attention(blocks: Blocks, context: int, device: torch.device, head_dim: int)
     return DenseAttention(blocks, device)
 
 
+class _Staging:
+    """Page-locked memory that tables pass through on their way to a GPU: a few pieces in turn, each used again once its
+    copy is done. Pinning anew for each table costs milliseconds."""
+
+    PIECES = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(self.PIECES)]
+        self._copied = [torch.cuda.Event() for _ in range(self.PIECES)]
+        self._next = 0
+
+    def send(self, columns: Sequence[NDArray[Any]]) -> Tensor:
+        """The columns, one after another; the host waits for nothing but a copy of `PIECES` calls ago."""
+        turn, self._next = self._next, (self._next + 1) % self.PIECES
+        self._copied[turn].synchronize()
+        size = sum(column.nbytes for column in columns)
+        if len(self._pieces[turn]) < size:
+            self._pieces[turn] = torch.empty(1 << size.bit_length(), dtype=torch.uint8, pin_memory=True)
+        held = self._pieces[turn][:size]
+        np.concatenate(columns, out=held.numpy().view(columns[0].dtype))
+        sent = held.view(torch.from_numpy(columns[0][:0]).dtype).to(self._device, non_blocking=True)
+        self._copied[turn].record(torch.cuda.current_stream(self._device))
+        return sent
+
+
+@cache
+def _staging(device: torch.device) -> _Staging:
+    return _Staging(device)
+
+
 def to_device(columns: Sequence[NDArray[Any]], device: torch.device | str) -> list[Tensor]:
     """1-D arrays of one dtype as tensors on a device, moved in one copy that the host does not wait for."""
-    lengths = [len(column) for column in columns]
-    joined = torch.from_numpy(np.concatenate(columns))
-    if torch.device(device).type == "cuda":
-        joined = joined.pin_memory().to(device, non_blocking=True)
+    lengths, device = [len(column) for column in columns], torch.device(device)
+    joined = _staging(device).send(columns) if device.type == "cuda" else torch.from_numpy(np.concatenate(columns))
     return list(joined.split(lengths))

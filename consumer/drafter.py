@@ -294,18 +294,17 @@ class DraftAttention(nn.Module):
         self.k_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
 
     def keys_values(self, x: Tensor, rope: Rope) -> ContextKV:
-        """Keys (after norm and RoPE) and values of x [n, H]: two of [kv heads, n, D]."""
+        """Keys (after norm and RoPE) and values of x [n, H]: two of [n, kv heads, D]."""
         shape = (x.shape[0], -1, self.head_dim)
-        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), rope)
-        return keys.transpose(0, 1), self.v_proj(x).view(shape).transpose(0, 1)
+        return rotate(self.k_norm(self.k_proj(x).view(shape)), rope), self.v_proj(x).view(shape)
 
     def queries(self, x: Tensor, rope: Rope) -> Tensor:
-        """Queries of x [n, H] after norm and RoPE: [heads, n, D]."""
-        return rotate(self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.head_dim)), rope).transpose(0, 1)
+        """Queries of x [n, H] after norm and RoPE: [n, heads, D]."""
+        return rotate(self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.head_dim)), rope)
 
     def output(self, mixed: Tensor) -> Tensor:
-        """[heads, n, D] to [n, H]."""
-        return self.o_proj(mixed.transpose(0, 1).reshape(mixed.shape[1], -1))
+        """[n, heads, D] to [n, H]."""
+        return self.o_proj(mixed.flatten(1))
 
 
 class DraftLayer(nn.Module):
@@ -395,7 +394,7 @@ class Drafter(nn.Module):
         """
         context = self._parts.context(self.fc, self.hidden_norm, features)
         rope = self.rope(context, positions)
-        return [self._parts.keys_values(layer.self_attn, context, rope) for layer in self._draft_layers()]
+        return [_by_head(self._parts.keys_values(layer.self_attn, context, rope)) for layer in self._draft_layers()]
 
     def decode(self, embeds: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
         """Hidden states [S, H] after the final norm of slots embedded as embeds [S, H] at positions [S]."""
@@ -405,7 +404,8 @@ class Drafter(nn.Module):
         # One graph of `between` serves all layers when each one's input needs a gradient; the embedding's goes nowhere.
         x = embeds.detach().requires_grad_(torch.is_grad_enabled())
         for i, (layer, layer_context) in enumerate(zip(layers, context, strict=True)):
-            mixed = attend(q, layer_context, block, layer.self_attn.window)
+            by_head = attend(q.transpose(0, 1), layer_context, _by_head(block), layer.self_attn.window)
+            mixed = by_head.transpose(0, 1)
             if i + 1 < len(layers):
                 x, q, block = parts.between(layer, layers[i + 1], x, mixed, rope)
             else:
@@ -445,6 +445,12 @@ class Drafter(nn.Module):
 
     def _draft_layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+def _by_head(pair: ContextKV) -> ContextKV:
+    """[n, kv heads, D] to [kv heads, n, D], in the eager code: what a compiled part gives and takes stays contiguous,
+    so that its backward is not handed gradients that it has to copy first."""
+    return pair[0].transpose(0, 1), pair[1].transpose(0, 1)
 
 
 def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:

@@ -152,11 +152,15 @@ def block_sums(scored: Scored, cells: Tensor, *, blocks: int, block_size: int, c
     per_slot[0].index_add_(0, slots, scored.hits.double())
     per_slot[1].index_add_(0, slots, torch.ones_like(scored.ce, dtype=torch.float64))
     right = accepted(scored.hits, cells, blocks, block_size).sum(dtype=torch.float64)
-    counts = per_slot.new_zeros(len(SCALARS))
-    counts[:3] = torch.stack([scored.loss.detach().double(), scored.weights.sum(dtype=torch.float64), right])
-    counts[SCALARS.index("blocks")] = blocks
-    counts[SCALARS.index("context_tokens")] = context_tokens
-    return torch.cat([counts, per_slot.flatten()])
+    known = dict.fromkeys(SCALARS, 0.0) | {"blocks": float(blocks), "context_tokens": float(context_tokens)}
+    found = {
+        "loss": scored.loss.detach().double(),
+        "weight": scored.weights.sum(dtype=torch.float64),
+        "accepted": right,
+    }
+    # Filled, not assigned into: a number written into a tensor on a GPU is a copy that waits for the GPU.
+    counts = [found[name] if name in found else right.new_full((), known[name]) for name in SCALARS]
+    return torch.cat([torch.stack(counts), per_slot.flatten()])
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,25 @@ class MasterWeights:
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
+    add_to = fused_add() if total.is_cuda and total.ndim > 1 else None
+
     def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)
+        part = parameter.grad
+        assert part is not None
+        if add_to is not None and part.is_contiguous() and part.dtype != total.dtype:
+            add_to(total, part)
+        else:
+            total.add_(part)
         parameter.grad = None
 
     return add
+
+
+def fused_add() -> Callable[[Tensor, Tensor], None]:
+    """Imported on first use: a CPU run never needs Triton."""
+    from .kernels import add_to
+
+    return add_to
 
 
 class MasterOptimizer(ABC):

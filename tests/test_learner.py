@@ -18,6 +18,7 @@ from paceline.consumer.drafter import ContextCache
 from paceline.consumer.learner import DFlashLearner, build_learner, drafter_dtype, micro_batches
 from paceline.consumer.losses import Summary
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 HEAD = make_head(3)
@@ -370,6 +371,24 @@ def test_what_was_prepared_ahead_is_used_and_changes_nothing(whole, monkeypatch)
 def test_float16_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
         drafter_dtype("float16", torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
+    """Once two records have been trained, others of any size cost no synchronisation and no new graph."""
+    learner = make_learner(device="cuda", dtype=torch.bfloat16, trainer={"micro_tokens": 50})
+    for group in ((0, 1, 2), (3, 4), (0,)):
+        train(learner, group)
+        learner.step(learner.sums(), 1e-3)
+    graphs = dict(counters["stats"])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for group in ((1, 4), (2,), (0, 1, 2, 3, 4)):
+            train(learner, group, epoch=2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counters["stats"]["unique_graphs"] == graphs["unique_graphs"]
+    assert np.isfinite(learner.sums()).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
