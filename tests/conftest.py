@@ -6,11 +6,14 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 PROJECT = Path(__file__).parents[1]
 
@@ -179,6 +182,23 @@ def chat_file(tmp_path_factory) -> Path:
                 messages.append({"role": "assistant", "content": sentences(9000 + index + turn, draw.randint(1, 4))})
             file.write(json.dumps({"id": index, "finished": index % 5 != 0, "messages": messages}) + "\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> "Iterator[Callable[[str], Forks]]":
+    """fork_server(script) -> what starts processes by a script of this folder that serves them. Each starts once."""
+    from forking import Forks
+
+    made: dict[str, Forks] = {}
+
+    def server(script: str) -> Forks:
+        if script not in made:
+            made[script] = Forks(Path(__file__).with_name(script))
+        return made[script]
+
+    yield server
+    for forks in made.values():
+        forks.close()
 
 
 @pytest.fixture(scope="session")

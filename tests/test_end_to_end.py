@@ -24,11 +24,9 @@ PATIENCE = 600.0  # seconds, on a loaded machine
 Start = Callable[..., Process]
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks(Path(__file__).with_name("forked_cli.py"))
-    yield forks
-    forks.close()
+@pytest.fixture(scope="session")
+def forks(fork_server: Callable[[str], Forks]) -> Forks:
+    return fork_server("forked_cli.py")
 
 
 @pytest.fixture
