@@ -297,7 +297,7 @@ class Ring:
         if not 0 < length <= self.slot_bytes:
             raise ValueError(f"record of {length} bytes in a slot of {self.slot_bytes}")
         mapping, now = self._mapping, time.monotonic_ns()
-        ordinal = int(mapping.words[layout.PRODUCED]) + 1
+        ordinal = (int(mapping.words[layout.PRODUCED]) + 1) % layout.WORD_LIMIT  # a damaged count is only shown
         mapping.write(slot.index, layout.BATCH, slot.batch)
         mapping.write(slot.index, layout.LENGTH, length)
         mapping.write(slot.index, layout.CHECKSUM, checksum)

@@ -6,11 +6,14 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 PROJECT = Path(__file__).parents[1]
 
@@ -20,6 +23,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU, Triton's kernels run in its interpreter. It looks when it is first imported.
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow tests come first, so that with several at a time none of them is left running alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
@@ -179,6 +188,23 @@ def chat_file(tmp_path_factory) -> Path:
                 messages.append({"role": "assistant", "content": sentences(9000 + index + turn, draw.randint(1, 4))})
             file.write(json.dumps({"id": index, "finished": index % 5 != 0, "messages": messages}) + "\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> "Iterator[Callable[[str], Forks]]":
+    """fork_server(script) -> what starts processes by a script of this folder that serves them. Each starts once."""
+    from forking import Forks
+
+    made: dict[str, Forks] = {}
+
+    def server(script: str) -> Forks:
+        if script not in made:
+            made[script] = Forks(Path(__file__).with_name(script))
+        return made[script]
+
+    yield server
+    for forks in made.values():
+        forks.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,18 @@ def train(epoch: int, index: int) -> int:
 
 def evaluation(number: int, index: int) -> int:
     return BatchId(Kind.EVAL, number, index).pack()
+
+
+def over_the_wire(message: wire.Message) -> wire.Message:
+    """The message as it arrives."""
+    return _sent(message) if isinstance(message, wire.Done) else _sent_before(message)
+
+
+def _sent(message: wire.Message) -> wire.Message:
+    return wire.decode(wire.encode(message))
+
+
+_sent_before = lru_cache(1024)(_sent)  # most messages are repeated until they are answered
 
 
 class SimWorker:
@@ -245,10 +258,10 @@ class World:
         feed = self.feed
         if feed is None:
             return
-        message = wire.decode(wire.encode(message))
+        message = over_the_wire(message)
         match message:
             case wire.Hello() | wire.Want():
-                scan = {scan.worker: scan for scan in self.scan()}.get(message.worker)
+                scan = self.scan_of(message.worker)
                 if scan is not None and scan.alive and scan.incarnation == message.incarnation:
                     feed.heard(message.worker, message.incarnation, message.held, None, self.now)
             case wire.RankWant():
@@ -291,6 +304,16 @@ class World:
             if path.stem not in self.readers:
                 self.readers[path.stem] = RingReader.open(path)
         return [reader.scan() for reader in self.readers.values()]
+
+    def scan_of(self, worker: str) -> RingScan | None:
+        """One worker's ring, if there is one."""
+        reader, path = self.readers.get(worker), self.folder / f"{worker}.ring"
+        if reader is not None and reader.replaced():
+            self.readers.pop(worker).close()
+            reader = None
+        if reader is None and path.exists():
+            reader = self.readers[worker] = RingReader.open(path)
+        return None if reader is None else reader.scan()
 
     def reader(self, take: wire.Take) -> RingReader:
         reader = self.readers[take.worker]

@@ -210,10 +210,17 @@ class Process:
             self.code = self._forks.ask({"wait": self.pid, "seconds": seconds})
         return self.code
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait(10.0)
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Returns when it is dead."""
+        self.send_signal(signal.SIGKILL)
+        self.wait(10.0)
 
     @property
     def output(self) -> str:

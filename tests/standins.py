@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import zmq
-from paceline.common import paths, record, wire
+from forking import fork_ranks_from_here, serve
+from paceline.common import faults, paths, record, wire
 from paceline.common.batch import BatchId
-from paceline.common.errors import PacelineError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.finished import is_finished
 from paceline.common.plan import Plan, PlanSpec, plan_from
@@ -253,7 +253,7 @@ def _read_bytes(peer: socket.socket, size: int) -> bytes:
     return data
 
 
-# Whole processes: `python standins.py trainer|rank|worker ...` --------------------------------------------------------
+# Whole processes, forked (forking.py) ---------------------------------------------------------------------------------
 
 
 def facts_of(run: RunFile, alive: Any = None) -> RunFacts:
@@ -269,9 +269,10 @@ def facts_of(run: RunFile, alive: Any = None) -> RunFacts:
     return RunFacts(run.data.rows, fields, list(LAYERS), HIDDEN)
 
 
-def trainer_process(run: RunFile, resume: str | None) -> int:
+def trainer_process(run: str, resume: str | None = None) -> int:
     """The trainer's main process on stand-ins; afterwards torch must not have been imported."""
-    code = trainer.main(run, resume, describe=facts_of, rank_command=[sys.executable, __file__, "rank"])
+    fork_ranks_from_here(rank_process, lambda number: os.environ.get(faults.VARIABLE, ""))
+    code = trainer.main(RunFile.model_validate_json(run), resume, describe=facts_of)
     assert "torch" not in sys.modules
     return code
 
@@ -354,19 +355,10 @@ class Worker:
             return
 
 
-def main(arguments: list[str]) -> int:
-    if arguments[0] == "rank":
-        return rank_process()
-    run = RunFile.model_validate_json(Path(arguments[1]).read_text())
-    try:
-        if arguments[0] == "trainer":
-            return trainer_process(run, arguments[2] if len(arguments) > 2 else None)
-        options = json.loads(os.environ.get("STANDIN_WORKER", "{}"))
-        return Worker(run, int(arguments[2]), **options).main()
-    except PacelineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+def worker_process(run: str, index: str) -> int:
+    options = json.loads(os.environ.get("STANDIN_WORKER", "{}"))
+    return Worker(RunFile.model_validate_json(run), int(index), **options).main()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve({"trainer": trainer_process, "worker": worker_process})

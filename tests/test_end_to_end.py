@@ -1,16 +1,18 @@
-"""A real, tiny target and the real drafter, through the command line: trained, killed, resumed, audited."""
+"""A real, tiny target and the real drafter, through the command line: trained, killed, resumed, audited.
+
+The processes are forked with their imports done (forked_cli.py).
+"""
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from paceline.common import paths
+from forking import Forks, Process
+from paceline.common import faults, paths
 from paceline.common.runfile import RunFile, to_toml
 from paceline.common.telemetry import read_metrics
 from paceline.consumer import checkpoint as ck
@@ -19,14 +21,18 @@ from safetensors.numpy import load_file
 
 PATIENCE = 600.0  # seconds, on a loaded machine
 
-Start = Callable[..., "subprocess.Popen[bytes]"]
+Start = Callable[..., Process]
+
+
+@pytest.fixture(scope="session")
+def forks(fork_server: Callable[[str], Forks]) -> Forks:
+    return fork_server("forked_cli.py")
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_target_dir: Path, chat_file: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return RunFile.model_validate(
         {
             "name": "tiny",
@@ -53,27 +59,23 @@ def run(tmp_path: Path, tiny_target_dir: Path, chat_file: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, forks: Forks) -> Iterator[Start]:
     """start(run, *command): a paceline command on the run file; its output goes to a log in tmp_path."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
 
-    def start(run: RunFile, command: str, *options: str, **environment: str) -> "subprocess.Popen[bytes]":
+    def start(run: RunFile, command: str, *options: str, fault: str = "") -> Process:
         file = tmp_path / "run.toml"
         file.write_text(to_toml(run))
-        with (tmp_path / f"{command}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.common.cli", command, str(file), *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | environment,
-            )
+        environment = {name: os.environ[name] for name in ("PACELINE_RUNTIME_DIR", "PACELINE_CACHE")}
+        environment[faults.VARIABLE] = fault
+        log = tmp_path / f"{command}.log"
+        process = forks.start("command", command, str(file), *options, output=log, fault=fault, **environment)
         processes.append(process)
         return process
 
     yield start
     for process in processes:
         process.kill()
-        process.wait()
 
 
 def log(tmp_path: Path) -> str:
@@ -105,10 +107,10 @@ WORKER_FAULTS = [
 TRAINER_FAULTS = ["ring.taken", "rank.gathered-not-stepped", "checkpoint.after-rename", "rank.stepped-not-recorded"]
 
 
-def supervise(run: RunFile, start: Start, tmp_path: Path, faults: dict[str, list[str]]) -> None:
+def supervise(run: RunFile, start: Start, tmp_path: Path, points: dict[str, list[str]]) -> None:
     """Both sides until the run is finished, each started again when it died at its next fault; proof that it did."""
-    left = {command: [*points, ""] for command, points in faults.items()}
-    alive = {command: start(run, command, PACELINE_FAULT=points[0]) for command, points in left.items()}
+    left = {command: [*own, ""] for command, own in points.items()}
+    alive = {command: start(run, command, fault=own[0]) for command, own in left.items()}
     until = time.monotonic() + 2 * PATIENCE
     while alive:
         time.sleep(0.05)
@@ -126,8 +128,8 @@ def supervise(run: RunFile, start: Start, tmp_path: Path, faults: dict[str, list
             died = f"paceline: killed at fault point {point.partition(':')[0]}\n"
             assert died in (tmp_path / f"{command}.log").read_text(), log(tmp_path)
             left[command].pop(0)
-            alive[command] = start(run, command, PACELINE_FAULT=left[command][0])
-    assert all(points == [""] for points in left.values())
+            alive[command] = start(run, command, fault=left[command][0])
+    assert all(own == [""] for own in left.values())
 
 
 @pytest.fixture
@@ -169,11 +171,10 @@ def test_strict_order_gives_the_same_weights_whatever_is_killed(
     """First two workers, then three; the trainer and a worker are killed twice, at other moments."""
     workers = [start(run, "producer", "--worker", str(index)) for index in (0, 1)]
     for fault in ("rank.gathered-not-stepped:4", "rank.copied-not-released:2"):
-        trainer = start(run, "consumer", PACELINE_FAULT=fault)
+        trainer = start(run, "consumer", fault=fault)
         assert trainer.wait(PATIENCE) == 1, log(tmp_path)
         victim = workers.pop(0)
         victim.kill()
-        victim.wait()
         workers.append(start(run, "producer", "--worker", "2" if len(workers) == 1 else "0"))
     workers.append(start(run, "producer", "--worker", "0"))
     trainer = start(run, "consumer")
@@ -188,7 +189,7 @@ def test_ranks_change_from_one_to_two_to_three_to_one(run: RunFile, undisturbed:
     every = ("--set", "checkpoint.every_steps=1")
     for ranks, phase in ((1, 3), (2, 3), (3, 2)):
         fault = f"rank.gathered-not-stepped:{phase}"
-        trainer = start(run, "consumer", "--set", f"trainer.ranks={ranks}", *every, PACELINE_FAULT=fault)
+        trainer = start(run, "consumer", "--set", f"trainer.ranks={ranks}", *every, fault=fault)
         assert trainer.wait(PATIENCE) == 1, log(tmp_path)
         assert worker.poll() is None, log(tmp_path)
     assert start(run, "consumer", *every).wait(PATIENCE) == 0, log(tmp_path)

@@ -80,11 +80,9 @@ def test_a_count_is_a_number_from_one(text: str):
 # The matrix ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks(Path(__file__).with_name("pair.py"))
-    yield forks
-    forks.close()
+@pytest.fixture(scope="session")
+def forks(fork_server: Callable[[str], Forks]) -> Forks:
+    return fork_server("pair.py")
 
 
 @pytest.fixture

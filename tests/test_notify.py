@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forking import Forks, Process
 from paceline.common import notify, paths
 from paceline.common.dataset import wait_for_lock
 from paceline.common.finished import mark_finished
@@ -22,7 +23,6 @@ from paceline.common.runfile import RunFile
 from paceline.consumer.trainer import Trainer
 from standins import make_rows
 
-STANDINS = Path(__file__).with_name("standins.py")
 PATIENCE = 60.0
 
 
@@ -75,7 +75,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listene
     listener.close()
 
 
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., Process]
 
 
 @pytest.fixture
@@ -95,28 +95,27 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     return RunFile.model_validate(settings)
 
 
-@pytest.fixture
-def start(run: RunFile, tmp_path: Path) -> Iterator[Start]:
-    """start("trainer", seconds=...) or start("worker"): a process on stand-ins; only the trainer notifies."""
-    processes: list[subprocess.Popen[str]] = []
+@pytest.fixture(scope="session")
+def forks(fork_server: Callable[[str], Forks]) -> Forks:
+    return fork_server("standins.py")
 
-    def start(kind: str, run: RunFile = run, **learner: float) -> "subprocess.Popen[str]":
-        file = tmp_path / "run.json"
-        file.write_text(run.model_dump_json())
-        environment = {k: v for k, v in os.environ.items() if kind == "trainer" or k != "NOTIFY_SOCKET"}
-        process = subprocess.Popen(
-            [sys.executable, str(STANDINS), kind, str(file), *(["0"] if kind == "worker" else [])],
-            stdout=subprocess.DEVNULL,
-            text=True,
-            env=environment | {"STANDIN_LEARNER": json.dumps(learner)},
-        )
+
+@pytest.fixture
+def start(run: RunFile, tmp_path: Path, forks: Forks) -> Iterator[Start]:
+    """start("trainer", seconds=...) or start("worker"): a process on stand-ins; only the trainer notifies."""
+    processes: list[Process] = []
+
+    def start(role: str, run: RunFile = run, **learner: float) -> Process:
+        names = ["PACELINE_RUNTIME_DIR", *(["NOTIFY_SOCKET", "WATCHDOG_USEC"] if role == "trainer" else [])]
+        environment = {name: os.environ[name] for name in names} | {"STANDIN_LEARNER": json.dumps(learner)}
+        arguments = [run.model_dump_json(), *(["0"] if role == "worker" else [])]
+        process = forks.start(role, *arguments, output=tmp_path / f"{role}.log", **environment)
         processes.append(process)
         return process
 
     yield start
     for process in processes:
         process.kill()
-        process.wait()
 
 
 def test_trainer_is_ready_after_its_ranks_and_shows_rate_and_rings(run: RunFile, systemd: Listener, start: Start):

@@ -305,6 +305,17 @@ def test_adoption_keeps_records_and_drops_what_was_being_written(path: Path):
     assert fill(again, 3).seq > lost.seq
 
 
+def test_a_damaged_count_of_records_stops_nobody(path: Path):
+    ring = open_ring(path)
+    with path.open("r+b") as file:
+        file.seek(ring_layout.PRODUCED * 8)
+        file.write(b"\xff" * 8)
+    fill(ring, 1)
+    ring.close()
+    fill(open_ring(path), 2)
+    assert sorted(slot.batch for slot in ready(RingReader.open(path))) == [1, 2]
+
+
 # Files that cannot be adopted
 
 

@@ -188,6 +188,7 @@ def test_a_resumed_trainer_has_no_record_made_again_that_is_in_a_ring(live: Live
     live.start(STANDIN_LEARNER=live.gated(6))
     live.step_reached(6)
     live.wait_for(lambda: all(ring.count("ready") + ring.count("taken") == 3 for ring in live.rings()))
+    live.wait_for(lambda: ck.newest_complete(paths.checkpoint_dir(live.run))[0])
     before = {ring.worker: ring.produced for ring in live.rings()}
     trainer = int(paths.consumer_lock(live.run).read_text().split()[0])
     os.kill(trainer, signal.SIGKILL)

@@ -3,6 +3,7 @@
 Skipped where no box can boot, unless PACELINE_REQUIRE_SYSTEMD is set.
 """
 
+import compileall
 import os
 import re
 import shutil
@@ -52,6 +53,7 @@ def _install(box: Box, wheel: Path) -> None:
     (place / "bin").mkdir()
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
+    compileall.compile_dir(packages, quiet=1)  # as pip does: the units may not write there
     known = [path for path in map(Path, sys.path) if path.name in ("site-packages", "dist-packages")]
     (packages / "others.pth").write_text("".join(f"{path}\n" for path in known))
     (place / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")

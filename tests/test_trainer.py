@@ -1,4 +1,4 @@
-"""Whole runs of real processes on stand-ins: trainer, ranks and workers, killed and stopped at any moment.
+"""Whole runs of real processes, forked, on stand-ins: trainer, ranks and workers, killed and stopped at any moment.
 
 Each test ends with what counts: the audit is clean, and in strict order the toy weight is exactly that of a run to
 which nothing happened.
@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paceline.common import paths
+from forking import Forks, Process
+from paceline.common import faults, paths
 from paceline.common.batch import BatchId, Kind
 from paceline.common.plan import plan_from
 from paceline.common.runfile import RunFile
@@ -28,7 +27,6 @@ from paceline.consumer.audit import AuditReport, audit
 from safetensors.numpy import load_file
 from standins import make_rows
 
-STANDINS = Path(__file__).with_name("standins.py")
 PATIENCE = 120.0  # seconds that anything may take on a loaded machine
 
 
@@ -38,7 +36,9 @@ class Job:
 
     folder: Path
     settings: dict[str, Any]
-    processes: list["subprocess.Popen[str]"] = field(default_factory=list)
+    forks: Forks
+    processes: list[Process] = field(default_factory=list)
+    started: int = 0
 
     @property
     def run(self) -> RunFile:
@@ -48,32 +48,26 @@ class Job:
     def checkpoints(self) -> Path:
         return paths.checkpoint_dir(self.run)
 
-    def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
-        file = self.folder / "run.json"
-        file.write_text(self.run.model_dump_json())
-        process = subprocess.Popen(
-            [sys.executable, str(STANDINS), arguments[0], str(file), *arguments[1:]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        )
+    def start(self, role: str, *arguments: str, fault: str = "", **options: Any) -> Process:
+        self.started += 1
+        environment = {name: json.dumps(value) for name, value in options.items()}
+        environment |= {"PACELINE_RUNTIME_DIR": os.environ["PACELINE_RUNTIME_DIR"], faults.VARIABLE: fault}
+        output = self.folder / f"{self.started:04d}-{role}.log"
+        run = self.run.model_dump_json()
+        process = self.forks.start(role, run, *arguments, output=output, fault=fault, **environment)
         self.processes.append(process)
         return process
 
-    def trainer(self, *arguments: str, learner: dict[str, Any] | None = None, fault: str = ""):
-        return self.start("trainer", *arguments, STANDIN_LEARNER=json.dumps(learner or {}), PACELINE_FAULT=fault)
+    def trainer(self, *arguments: str, learner: dict[str, Any] | None = None, fault: str = "") -> Process:
+        return self.start("trainer", *arguments, fault=fault, STANDIN_LEARNER=learner or {})
 
-    def worker(self, index: int = 0, **options: Any) -> "subprocess.Popen[str]":
-        return self.start("worker", str(index), STANDIN_WORKER=json.dumps(options))
+    def worker(self, index: int = 0, **options: Any) -> Process:
+        return self.start("worker", str(index), STANDIN_WORKER=options)
 
     def kill_all(self) -> None:
         """What is still running of this run is killed; rings stay as they are."""
         for process in self.processes:
             process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
         self.processes.clear()
 
     def newest(self) -> Path:
@@ -95,8 +89,13 @@ class Job:
         return [int(lock.read_text().split()[0]) for lock in locks]
 
 
+@pytest.fixture(scope="session")
+def forks(fork_server: Callable[[str], Forks]) -> Forks:
+    return fork_server("standins.py")
+
+
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """Strict order, 2 records a step, 8 steps, no time-driven checkpoints."""
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "run"))
     rows = make_rows(tmp_path / "rows", count=64)
@@ -111,23 +110,22 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         "evaluation": {"every_steps": 4},
         "logging": {"log_every": 2},
     }
-    job = Job(tmp_path, settings)
+    job = Job(tmp_path, settings, forks)
     yield job
     job.kill_all()
 
 
-def ended(process: "subprocess.Popen[str]", code: int) -> str:
+def ended(process: Process, code: int) -> str:
     """The output of a process that ends with `code`."""
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code, output
-    return output
+    assert process.wait(PATIENCE) == code, process.output
+    return process.output
 
 
-def wait_for(what: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
+def wait_for(what: Callable[[], Any], process: Process) -> Any:
     """Wait until `what` is true, while the process lives."""
     deadline = time.monotonic() + PATIENCE
     while not (found := what()):
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.output
         assert time.monotonic() < deadline, "it does not come to pass"
         time.sleep(0.02)
     return found
@@ -374,7 +372,6 @@ def test_trainer_killed(job: Job, undisturbed: dict[str, float]):
     job.worker(0)
     wait_for(step_reached(job, 5), trainer)
     trainer.kill()
-    trainer.wait()
     output = finish(job, undisturbed)
     assert "resuming run toy-" in output
 
@@ -500,11 +497,8 @@ def test_waits_for_a_rank_of_a_dead_trainer(job: Job):
     with FileLock(folder / "rank-0.lock", "rank 0 of run toy") as lock:
         assert lock.acquire()
         trainer = job.trainer()
-        assert trainer.stdout is not None
-        assert (
-            trainer.stdout.readline()
-            == f"waiting for rank 0 of run toy (pid {os.getpid()}) of an earlier trainer to end\n"
-        )
+        said = f"waiting for rank 0 of run toy (pid {os.getpid()}) of an earlier trainer to end\n"
+        wait_for(lambda: trainer.output == said, trainer)
         trainer.terminate()
         ended(trainer, 0)
 
