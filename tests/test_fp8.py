@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from paceline.common import paths
 from paceline.common.errors import ConfigError
+from paceline.common.footprint import layer_weights, target_weights, worker_parts
 from paceline.common.runfile import RunFile
 from paceline.common.target import Target
 from paceline.common.target_info import target_info
@@ -71,6 +73,15 @@ def test_the_layers_of_a_target_change_and_nothing_else(make_tiny_target):
     assert 0.01 < relative(states["fp8", 0, 0], torch.cat([states["plain", 0, 0], states["plain", 0, 20]])) < 0.1
 
 
+def test_the_memory_of_layers_is_halved(make_tiny_target):
+    folder = make_tiny_target("qwen3")
+    info = target_info(str(folder))
+    plain, fp8 = (worker_parts(run_file(folder, fp8=on), info, 3).parts["target's weights"] for on in (False, True))
+    assert (plain, plain - fp8) == (2 * target_weights(info, 3), layer_weights(info, 3))
+    layers = 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert layers < layer_weights(info, 3) < 1.02 * layers, "norms' weights come on top"
+
+
 def test_a_mixtures_routers_stay(make_tiny_target):
     target = Target.load(str(make_tiny_target("gpt_oss")), dtype="float32")
     router = target.layers[0].get_submodule("mlp.router")
@@ -120,7 +131,8 @@ def test_the_gpus_matmul_agrees_with_the_plain_one(tokens):
 @needs_fp8
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_fp8_target_on_a_gpu(make_tiny_target, compiled, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    for variable in ("PACELINE_CACHE", *paths.COMPILE_CACHES):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
     torch._dynamo.reset()
     folder = make_tiny_target("qwen3")
     tokens = torch.randint(512, (900,), generator=torch.Generator().manual_seed(1))
