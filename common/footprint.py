@@ -133,6 +133,8 @@ def worker_parts(run: "RunFile", info: "TargetInfo", last_layer: int, device: st
     """What one worker's device holds: the layers up to the last recorded one, and the forward of a full batch."""
     tokens, item = run.stream.token_budget, ITEM_BYTES[run.target.dtype]
     weights = target_weights(info, last_layer) * item
+    if run.target.fp8:
+        weights -= layer_weights(info, last_layer) * (item - 1)
     # The widest moment is inside an MLP: residual, normed input, gate, up and their product, of all tokens.
     activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * item
     context = CONTEXT if device == "cuda" else 0
@@ -143,29 +145,52 @@ def target_weights(info: "TargetInfo", last_layer: int) -> int:
     """Weights of embedding and layers up to `last_layer`: from the safetensors' headers, or from a dense shape."""
     found = dict(_safetensors(Path(info.path)))
     if not found:
-        keys, queries = info.num_kv_heads * info.head_dim, info.num_heads * info.head_dim
-        layer = info.hidden_size * (2 * queries + 2 * keys + 3 * info.intermediate_size)
-        return info.vocab_size * info.hidden_size + (last_layer + 1) * layer
+        return info.vocab_size * info.hidden_size + layer_weights(info, last_layer)
     return sum(count for name, count in found.items() if _is_loaded(name, last_layer))
+
+
+def layer_weights(info: "TargetInfo", last_layer: int) -> int:
+    """Weights of the layers up to `last_layer` alone, but for the experts of a mixture."""
+    found = dict(_safetensors(Path(info.path)))
+    if not found:
+        keys, queries = info.num_kv_heads * info.head_dim, info.num_heads * info.head_dim
+        return (last_layer + 1) * info.hidden_size * (2 * queries + 2 * keys + 3 * info.intermediate_size)
+    inside = {name: count for name, count in found.items() if _layer(name) is not None and ".experts." not in name}
+    return sum(count for name, count in inside.items() if _is_loaded(name, last_layer))
 
 
 def _is_loaded(name: str, last_layer: int) -> bool:
     parts = name.split(".")
     if "lm_head" in parts or "visual" in parts or "vision_tower" in parts:
         return False
-    numbers = [int(after) for before, after in pairwise(parts) if before == "layers" and after.isdigit()]
-    return not numbers or numbers[0] <= last_layer
+    return (_layer(name) or 0) <= last_layer
+
+
+def _layer(name: str) -> int | None:
+    """The layer that a tensor belongs to, by its name; None for embedding, norm and head."""
+    numbers = (int(b) for a, b in pairwise(name.split(".")) if a == "layers" and b.isdigit())
+    return next(numbers, None)
 
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, int]]:
-    """(tensor name, elements) of the safetensors files of a folder, from their headers alone."""
+    """(tensor name, elements) of the safetensors files of a folder, from their headers alone. Of packed integers, the
+    weights that they are unpacked to."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length)) if length < 2**28 else {}
         for name, about in header.items():
             if name != "__metadata__":
-                yield name, math.prod(about["shape"])
+                each = _packed(folder, about["dtype"]) if name.endswith(".weight_packed") else 1
+                yield name, each * math.prod(about["shape"])
+
+
+def _packed(folder: Path, container: str) -> int:
+    """Weights in one integer of a type (as safetensors names it), of a model that keeps several in one."""
+    config = json.loads((folder / "config.json").read_text())
+    quantised = config.get("quantization_config") or config["text_config"]["quantization_config"]
+    bits = max(group["weights"]["num_bits"] for group in quantised["config_groups"].values())
+    return {"I32": 32, "U8": 8}.get(container, bits) // bits
 
 
 def ring_bytes(run: "RunFile", planes: int, hidden_size: int) -> int:

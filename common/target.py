@@ -46,6 +46,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .errors import ConfigError
+from .quantised import check_quantisation, restore
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
 
 __all__ = [
@@ -289,6 +290,7 @@ def _load(
         with torch.device(device):
             torch.manual_seed(0)
             return AutoModelForCausalLM.from_config(config, dtype=as_dtype(dtype)).eval().requires_grad_(False)
+    check_quantisation(folder, config)
     model, report = None, {}
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         remote = trust_remote_code and auto.__name__ in (getattr(config, "auto_map", None) or {})
@@ -312,6 +314,7 @@ def _load(
     if model is None:
         raise ConfigError(f"target.path: {folder}: model type {config.model_type!r} has no causal language model")
     _check_report(folder, model, report, need_head)
+    restore(folder, model, config, as_dtype(dtype))
     return model.eval().requires_grad_(False)
 
 

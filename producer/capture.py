@@ -20,6 +20,7 @@ from ..common.runfile import RunFile
 from ..common.target import Target, as_dtype
 from ..common.target_info import TargetInfo
 from .compiled import CompiledLayers
+from .fp8 import check_fp8, use_fp8
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class TargetSource:
         if run.workers.threads:
             torch.set_num_threads(run.workers.threads)
         _check_device(device)
+        if run.target.fp8:
+            check_fp8(device)
         last_layer = info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
         target = Target.load(
             info.path,
@@ -62,6 +65,8 @@ class TargetSource:
             last_layer=last_layer,
             trust_remote_code=run.target.trust_remote_code,
         )
+        if run.target.fp8:
+            log.info("%d linear layers run in fp8", use_fp8(target))
         gpu, wanted = target.device.type == "cuda", run.target.compile
         compiled = None
         if gpu if wanted == "auto" else wanted:

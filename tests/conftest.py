@@ -93,7 +93,7 @@ def tiny_tokenizer_dir(make_tokenizer) -> Path:
     return make_tokenizer()
 
 
-def _config(kind: str):
+def tiny_config(kind: str):
     """A configuration of 4 layers, hidden size 64, 4 heads and 2 key-value heads."""
     import transformers
 
@@ -115,6 +115,10 @@ def _config(kind: str):
         return transformers.LlamaConfig(**common)
     if kind == "qwen3":
         return transformers.Qwen3Config(**common, head_dim=16)
+    if kind == "mistral":
+        return transformers.MistralConfig(**common, sliding_window=16)
+    if kind == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(**common, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     if kind == "gemma3":
         return transformers.Gemma3TextConfig(
             **common,
@@ -149,8 +153,8 @@ def _config(kind: str):
 
 @pytest.fixture(scope="session")
 def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Path]:
-    """make_tiny_target(kind) -> folder of a random float32 target with its tokenizer; kind is llama, qwen3, gemma3,
-    gpt_oss or qwen3_5. Made once a session."""
+    """make_tiny_target(kind) -> folder of a random float32 target with its tokenizer; kind is llama, qwen3,
+    mistral, qwen3_moe, gemma3, gpt_oss or qwen3_5. Made once a session."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
@@ -161,7 +165,7 @@ def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Pa
             folder = tmp_path_factory.mktemp(f"target-{kind}")
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                AutoModelForCausalLM.from_config(_config(kind)).save_pretrained(folder)
+                AutoModelForCausalLM.from_config(tiny_config(kind)).save_pretrained(folder)
             AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
             made[kind] = folder
         return made[kind]

@@ -25,6 +25,8 @@ LENGTHS = [9, 40, 23, 38, 21]
 def fresh(tmp_path, monkeypatch):
     """A cache folder of its own, one thread, and nothing compiled yet."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    for variable in paths.COMPILE_CACHES:
+        monkeypatch.setenv(variable, str(tmp_path / variable))
     torch.set_num_threads(1)
     torch._dynamo.reset()
     yield
@@ -84,8 +86,7 @@ def test_layers_share_a_graph_that_gives_the_plain_states(make_tiny_target, kind
 @pytest.mark.slow
 def test_the_real_compiler_gives_the_plain_states_and_fills_the_shared_cache(make_tiny_target, tmp_path, monkeypatch):
     for variable in paths.COMPILE_CACHES:
-        monkeypatch.delenv(variable, raising=False)
-    paths.share_compile_caches()
+        monkeypatch.delenv(variable)
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     counters.clear()
     target, layers = load(make_tiny_target("qwen3")), CompiledLayers(0, 64)
@@ -97,6 +98,8 @@ def test_the_real_compiler_gives_the_plain_states_and_fills_the_shared_cache(mak
     torch.testing.assert_close(states_of(target, tokens, cu_seqlens), plain, rtol=1e-4, atol=1e-4)
     assert counters["inductor"]["fxgraph_cache_miss"] == counters["aot_autograd"]["autograd_cache_saved"] == 1
     assert list((tmp_path / "cache" / "compile" / "inductor").iterdir())
+    for variable in paths.COMPILE_CACHES:
+        monkeypatch.setenv(variable, "")  # put there by the code under test: monkeypatch is to know of it
 
 
 def test_hooks_run_as_each_compiled_layer_finishes(tiny_target_dir):
@@ -222,7 +225,7 @@ def test_workers_that_start_together_compile_in_turn(tiny_target_dir, monkeypatc
 
 
 def test_compile_caches_are_private_and_the_users_own_choice_stays(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     folder = tmp_path / "cache" / "compile"
     folder.mkdir(parents=True)

@@ -36,6 +36,7 @@ def test_equal_inputs_give_equal_fingerprints():
         {"layer_ids": (1, 9)},
         {"target__dtype": "float32"},
         {"target__last_hidden": True},
+        {"target__fp8": True},
         {"stream__token_budget": 8192},
         {"data__max_length": 1024},
         {"trainer__seed": 1},

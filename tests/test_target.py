@@ -29,9 +29,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Gemma3Config
 
-PACKABLE = ["llama", "qwen3", "gemma3"]
+PACKABLE = ["llama", "qwen3", "mistral", "qwen3_moe", "gemma3"]
 LEAKING = ["gpt_oss", "qwen3_5"]
-LENGTHS = [9, 40, 23, 38, 21]  # gemma3's and gpt_oss's windows are 16
+LENGTHS = [9, 40, 23, 38, 21]  # the windows of mistral, gemma3 and gpt_oss are 16
 LAYER_IDS = [0, 2, 3]
 
 

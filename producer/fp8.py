@@ -1,0 +1,103 @@
+"""The target's matmuls in fp8 (`target.fp8`), as an engine that serves the target in fp8 runs them.
+
+Weights are quantised once, a scale for each output channel; activations as they come, a scale for each token. Products
+are summed in float32 and come out in bfloat16. With x [T, K], W [N, K], q() rounding to e4m3:
+
+    y = (q(x / a) q(W / b)^T) * a b^T      a[t] = max_k |x[t, k]| / 448      b[n] = max_k |W[n, k]| / 448
+
+That is the scheme of vLLM's `--quantization fp8` on checkpoints in bfloat16, but for its scales of activations, which
+there are one a tensor on older GPUs. Only the linear layers of decoder layers change; embedding, norms, head, routers
+and the stacked experts of a mixture stay as they are. Source of the format: arXiv 2209.05433.
+
+The states then are those of the fp8 target, so the run's fingerprint says that they are.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ..common.errors import ConfigError
+from ..common.target import Target, first_line
+
+__all__ = ["Fp8Linear", "check_fp8", "plain_scaled_matmul", "quantise", "scaled_matmul", "use_fp8"]
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+CAPABILITY = (8, 9)  # first compute capability with fp8 matmuls
+ALIGNED = 16  # both sizes of a weight must be multiples of it
+KEPT = ("gate", "router")  # a mixture's choice of experts, which engines keep in the model's own dtype
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 values [R, K] and float32 scales [R, 1] of a matrix [R, K]; their product is the matrix, rounded."""
+    largest = x.abs().amax(dim=-1, keepdim=True).float()
+    scale = largest.clamp_min(1e-12) / LARGEST
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
+
+
+def scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, N] of quantised x [T, K] with scales [T, 1] and weight [N, K] with scales [N, 1]."""
+    if not x.is_cuda:
+        return plain_scaled_matmul(x, x_scale, weight, weight_scale, dtype)
+    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x, weight.t(), scale_a=x_scale, scale_b=weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return product.to(dtype)
+
+
+def plain_scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scaled_matmul` on the values that the quantised ones stand for, in float32."""
+    return ((x.float() * x_scale) @ (weight.float() * weight_scale).t()).to(dtype)
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer [K] to [N] in fp8."""
+
+    weight: Tensor  # e4m3 [N, K]
+    scale: Tensor  # float32 [N, 1]
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scale = quantise(linear.weight)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, scale = quantise(x.reshape(-1, self.in_features))
+        y = scaled_matmul(values, scale, self.weight, self.scale, x.dtype).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+def check_fp8(device: str) -> None:
+    """ConfigError unless `device` is a GPU with fp8 matmuls that torch can use."""
+    wanted = torch.device(device)
+    if wanted.type != "cuda" or torch.cuda.get_device_capability(wanted) < CAPABILITY:
+        least = ".".join(map(str, CAPABILITY))
+        raise ConfigError(f"target.fp8: {device} has no fp8 matmuls; they need a GPU of compute capability {least}")
+    try:
+        Fp8Linear(nn.Linear(64, 32, bias=False, device=wanted, dtype=torch.bfloat16))(
+            torch.ones(48, 64, device=wanted, dtype=torch.bfloat16)
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"target.fp8: torch {torch.__version__} on {device}: {first_line(error)}") from error
+
+
+@torch.no_grad()
+def use_fp8(target: Target) -> int:
+    """Replaces the linear layers of a target's decoder layers; returns how many. ConfigError if it is quantised already
+    or has none."""
+    if getattr(target.decoder.config, "quantization_config", None) is not None:
+        raise ConfigError(f"target.fp8: {target.info.path} is quantised already; leave target.fp8 out")
+    found = 0
+    for layer in target.layers:
+        linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+        for name, linear in linears:
+            aligned = linear.in_features % ALIGNED == linear.out_features % ALIGNED == 0
+            parent, _, own = name.rpartition(".")
+            if aligned and own not in KEPT:
+                setattr(layer.get_submodule(parent), own, Fp8Linear(linear))
+                found += 1
+    if not found:
+        raise ConfigError(f"target.fp8: {target.info.path} has no linear layers that run in fp8")
+    return found

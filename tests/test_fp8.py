@@ -1,0 +1,148 @@
+"""fp8 matmuls: their rounding error is the format's, a token's scale is its own, and they are refused elsewhere."""
+
+import numpy as np
+import pytest
+import torch
+from paceline.common import paths
+from paceline.common.errors import ConfigError
+from paceline.common.footprint import layer_weights, target_weights, worker_parts
+from paceline.common.runfile import RunFile
+from paceline.common.target import Target
+from paceline.common.target_info import target_info
+from paceline.producer.capture import TargetSource
+from paceline.producer.fp8 import Fp8Linear, plain_scaled_matmul, quantise, scaled_matmul, use_fp8
+from torch import nn
+
+# A value rounded to 3 bits of mantissa is off by at most 2^-4 of itself, and by 2.6 % in root mean square; a product of
+# two such matrices by sqrt(2) of that.
+ROUNDING, PRODUCT = 2**-4, 0.037
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_values_are_rounded_to_the_formats_precision_by_row():
+    x = draw(64, 256) * torch.logspace(-6, 6, 64)[:, None]  # a scale for all would lose the small rows
+    values, scale = quantise(x)
+    assert values.dtype == torch.float8_e4m3fn and scale.shape == (64, 1)
+    assert float(values.float().abs().amax(-1).min()) == float(values.float().abs().max()) == 448
+    restored = values.float() * scale
+    normal = x.abs() > scale * 2**-6  # smaller ones are subnormal
+    assert float(((restored - x) / x)[normal].abs().max()) <= ROUNDING * 1.001
+    zeros, scale = quantise(torch.zeros(3, 16))
+    assert not zeros.float().any() and torch.isfinite(scale).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_is_within_the_formats_error_of_float32(bias):
+    linear = nn.Linear(512, 256, bias=bias)
+    x = draw(2, 50, 512) * torch.logspace(-3, 3, 50)[:, None]
+    with torch.no_grad():
+        found, wanted = Fp8Linear(linear)(x), linear(x)
+    assert found.shape == wanted.shape and found.dtype == x.dtype
+    last = relative(found[:, -1], wanted[:, -1])
+    assert PRODUCT / 2 < last < 1.5 * PRODUCT
+    if not bias:
+        worst = max(relative(a, b) for a, b in zip(found.flatten(0, 1), wanted.flatten(0, 1), strict=True))
+        assert worst < 1.5 * PRODUCT, "small tokens are no worse than large ones"
+
+
+def test_the_layers_of_a_target_change_and_nothing_else(make_tiny_target):
+    folder = make_tiny_target("qwen3")
+    target, plain = (Target.load(str(folder), dtype="float32") for _ in range(2))
+    assert use_fp8(target) == 4 * 7
+    assert type(target.layers[0].get_submodule("self_attn.q_proj")) is Fp8Linear
+    assert type(target.decoder.embed_tokens) is nn.Embedding
+    target.self_check()
+    assert target.can_pack
+    tokens = torch.randint(512, (60,), generator=torch.Generator().manual_seed(1))
+    states = {}
+    for name, one in (("fp8", target), ("plain", plain)):
+        one.forward_states(
+            tokens,
+            [0, 20, 60],
+            [0, 3],
+            lambda plane, out, first, n=name: states.update({(n, plane, first): out.clone()}),
+        )
+    assert ("fp8", 0, 0) in states
+    assert 0.01 < relative(states["fp8", 0, 0], torch.cat([states["plain", 0, 0], states["plain", 0, 20]])) < 0.1
+
+
+def test_the_memory_of_layers_is_halved(make_tiny_target):
+    folder = make_tiny_target("qwen3")
+    info = target_info(str(folder))
+    plain, fp8 = (worker_parts(run_file(folder, fp8=on), info, 3).parts["target's weights"] for on in (False, True))
+    assert (plain, plain - fp8) == (2 * target_weights(info, 3), layer_weights(info, 3))
+    layers = 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert layers < layer_weights(info, 3) < 1.02 * layers, "norms' weights come on top"
+
+
+def test_a_mixtures_routers_stay(make_tiny_target):
+    target = Target.load(str(make_tiny_target("gpt_oss")), dtype="float32")
+    router = target.layers[0].get_submodule("mlp.router")
+    assert use_fp8(target) == 4 * 4
+    assert target.layers[0].get_submodule("mlp.router") is router and not any(
+        isinstance(m, Fp8Linear) for m in router.modules()
+    )
+
+
+def run_file(target, **settings):
+    return RunFile.model_validate(
+        {
+            "name": "toy",
+            "output": "out",
+            "target": {"path": str(target), "fp8": True, **settings},
+            "data": {"rows": "rows", "max_length": 32},
+            "stream": {"token_budget": 1024},
+        }
+    )
+
+
+def test_a_device_without_fp8_is_refused(tiny_target_dir):
+    with pytest.raises(ConfigError, match=r"^target\.fp8: cpu has no fp8 matmuls; they need a GPU of .* 8\.9$"):
+        TargetSource.load(run_file(tiny_target_dir), target_info(str(tiny_target_dir)), [0, 2], "cpu")
+
+
+def test_another_dtype_is_refused(tiny_target_dir):
+    with pytest.raises(ValueError, match=r'target\.fp8 needs target\.dtype = "bfloat16", not "float16"'):
+        run_file(tiny_target_dir, dtype="float16")
+
+
+needs_fp8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8"
+)
+
+
+@needs_fp8
+@pytest.mark.parametrize("tokens", [1, 23, 128, 1000])
+def test_the_gpus_matmul_agrees_with_the_plain_one(tokens):
+    x, x_scale = quantise(draw(tokens, 256).cuda().bfloat16())
+    weight, scale = quantise(draw(96, 256, seed=1).cuda().bfloat16())
+    found = scaled_matmul(x, x_scale, weight, scale, torch.bfloat16)
+    wanted = plain_scaled_matmul(x, x_scale, weight, scale, torch.float32)
+    assert found.dtype == torch.bfloat16 and relative(found.float(), wanted) < 0.01
+
+
+@needs_fp8
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_fp8_target_on_a_gpu(make_tiny_target, compiled, tmp_path, monkeypatch, caplog):
+    for variable in ("PACELINE_CACHE", *paths.COMPILE_CACHES):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    torch._dynamo.reset()
+    folder = make_tiny_target("qwen3")
+    tokens = torch.randint(512, (900,), generator=torch.Generator().manual_seed(1))
+    rows = [0, 20, 60, 900]
+    states = {}
+    for fp8 in (False, True):
+        run = run_file(folder, fp8=fp8, compile=fp8 and compiled)
+        source = TargetSource.load(run, target_info(str(folder)), [0, 3], "cuda:0")
+        assert source.mode == "packed" and source.compiled == (fp8 and compiled), caplog.text
+        out = memoryview(bytearray(2 * len(tokens) * 64 * 2))
+        assert source.record(tokens.numpy().astype(np.int32), np.array(rows, np.int32), out, lambda: None)
+        states[fp8] = torch.frombuffer(out, dtype=torch.bfloat16).view(2, -1, 64).float()
+    assert 0.005 < relative(states[True][0], states[False][0]) < 0.1
