@@ -1,7 +1,8 @@
 """A drafter's step alone: `python -m paceline.consumer.bench_step RUN.toml OPTIONS` prints its times as JSON.
 
 The learner is the trainer's own and its records lie in page-locked memory: an arm is a record, and `train_record` does
-with it what it does in a run. Arms are measured in turn, each with a learner of its own. common/bench_parts.py calls it.
+with it what it does in a run. Arms are measured in turn, each with a learner of its own. Started by
+common/bench_parts.py.
 
 A padded implementation is measured with the same model and the same kernels: its record has all rows at 512 positions
 and as many blocks in each row as the row with most needs, every slot scored. What that computes is what padding would

@@ -52,6 +52,8 @@ def measure(run_path: str, options: TargetOptions) -> dict[str, Any]:
     layers = resolve_layer_ids(run, info)
     rows = {kind: make_rows(kind, options, info) for kind in ("full", *options.kinds)}
     found = {"transformers": _transformers(run, info, layers, rows["full"], options)}
+    gc.collect()  # that target's memory is for the next one
+    torch.cuda.empty_cache()
     source = TargetSource.load(run, info, layers, options.device)
     for kind in options.kinds:
         found[kind] = _alone(source, layers, rows[kind], options)
@@ -89,11 +91,7 @@ def _transformers(
         target.decoder(input_ids=ids, use_cache=False)
         taken.clear()
 
-    found = _arm(target, rows, str(target.decoder.config._attn_implementation), forward, options)
-    del target, forward
-    gc.collect()
-    torch.cuda.empty_cache()
-    return found
+    return _arm(target, rows, str(target.decoder.config._attn_implementation), forward, options)
 
 
 def _alone(source: TargetSource, layers: Sequence[int], rows: Rows, options: TargetOptions) -> dict[str, Any]:
