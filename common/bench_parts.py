@@ -45,11 +45,14 @@ class Measured:
     layers: int = 5
     block_size: int = 16
     length: int = 3072  # tokens of a full row
+    profile: str | None = None  # folder for traces of three repetitions of each arm, after those that are timed
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         values: dict[str, Any] = json.loads(text)
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        for key, value in values.items():
+            values[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+        return cls(**values)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -265,8 +268,8 @@ def part_table(report: Mapping[str, Any]) -> Table:
 
 
 def _cell(arm: Mapping[str, Any], keys: str | Sequence[str], form: str) -> str:
-    values = [arm.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
-    if any(value is None for value in values):
+    values: list[Any] = [arm.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
+    if None in values:
         return "-"
     return f"{values[0] / 1e3:.2f}" if form == "K" else form.format(*values)
 

@@ -62,6 +62,14 @@ def bench() -> None:
     """Measure this machine, as ratios to what a part reaches alone."""
 
 
+_profile_option = click.option(
+    "--profile",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False, path_type=str),
+    help="Record a few steps there: a trace and a picture a process, and the largest kernels.",
+)
+
+
 @bench.command(name="pipeline")
 @click.option(
     "--target-config",
@@ -82,12 +90,19 @@ def bench() -> None:
 @click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch.")
 @click.option("--slots", default=4, show_default=True, help="Slots in each ring.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help="Folder.")
-def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, **options: Any) -> None:
+@_profile_option
+def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, profile: str | None, **options: Any) -> None:
     """Both sides together, against each side alone."""
     from .bench import Options
     from .bench import bench_pipeline as run
 
-    run(out, target, topologies or ("1-1",), Options(**options))
+    run(
+        out,
+        target,
+        topologies or ("1-1",),
+        Options(**options),
+        profile=None if profile is None else Path(profile),
+    )
 
 
 _KINDS = ("full", "chat", "padded-512")
@@ -108,6 +123,7 @@ def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--seconds", type=float, help="Of each arm, ten repetitions at least."),
             click.option("--steps", type=click.IntRange(min=1), help="Repetitions of each arm, instead of --seconds."),
             click.option("--layers", default=5, show_default=True, help="Draft layers."),
+            _profile_option,
             set_option,
             json_option,
         )
@@ -179,6 +195,13 @@ def _show_part(
     values: dict[str, Any] = defaults | ({} if device.startswith("cuda") else small | {"seconds": 5.0}) | given
     report = run(kind(device=device, target=target or default_target(device), settings=overrides, **values))
     _print(report, [part_table(report)], as_json)
+    if options["profile"] is not None:
+        from rich.console import Console
+
+        from .timeline import show
+
+        names = (f"{report['bench']}-{arm.replace(', ', '-')}.json.gz" for arm in report["arms"])
+        show([Path(options["profile"]) / name for name in names], Console(highlight=False, stderr=as_json))
 
 
 @bench.command(name="stream")

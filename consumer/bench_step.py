@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from ..common.footprint import Shape
 from ..common.record import RecordMeta
 from ..common.runfile import RunFile, load
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
+from ..common.timeline import profiled
 from .anchors import Positions, draw_anchors
 from .bench import random_states
 from .blocks import pack_blocks
@@ -35,6 +37,7 @@ from .learner import DFlashLearner, build_learner
 
 EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
 WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
+PROFILED = 3  # repetitions in a profile
 LR = 1e-6  # random states teach nothing
 
 
@@ -50,7 +53,7 @@ class Arm(NamedTuple):
 
 def measure(run_path: str, options: StepOptions) -> dict[str, Any]:
     """By the arm's name: seconds of each repetition and of its update, and what each did."""
-    return {kind: measure_arm(run_path, make_arm(run_path, kind, options), options) for kind in options.kinds}
+    return {kind: measure_arm(run_path, kind, make_arm(run_path, kind, options), options) for kind in options.kinds}
 
 
 def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
@@ -76,7 +79,7 @@ def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
     return Arm(settings, [PADDED_LENGTH] * same, [(0, PADDED_LENGTH)] * same, sum(lengths), sum(counts))
 
 
-def measure_arm(run_path: str, arm: Arm, options: StepOptions) -> dict[str, Any]:
+def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dict[str, Any]:
     """Times of forward and backward over the arm's rows, and of the optimiser's step after it."""
     run = load(run_path, [*arm.settings, *options.settings])
     info = target_info(run.target.path, run.target.trust_remote_code)
@@ -88,7 +91,7 @@ def measure_arm(run_path: str, arm: Arm, options: StepOptions) -> dict[str, Any]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with memoryview(buffer) as states:
-        steps, updates = _time(learner, meta, states, device, options)
+        steps, updates = _time(learner, meta, states, device, options, name)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     del learner
     gc.collect()
@@ -131,7 +134,12 @@ def _masks(arm: Arm) -> list[NDArray[np.uint8]]:
 
 
 def _time(
-    learner: DFlashLearner, meta: RecordMeta, states: memoryview, device: torch.device, options: StepOptions
+    learner: DFlashLearner,
+    meta: RecordMeta,
+    states: memoryview,
+    device: torch.device,
+    options: StepOptions,
+    name: str,
 ) -> tuple[list[float], list[float]]:
     """Seconds of forward and backward, and of the update, of each repetition after those that warm up."""
 
@@ -153,6 +161,10 @@ def _time(
     begun = time.perf_counter()
     while not options.enough(len(times), time.perf_counter() - begun):
         times.append(once(len(times) % EPOCHS))
+    if options.profile is not None:
+        with profiled(Path(options.profile), f"step-{name}"):
+            for epoch in range(PROFILED):
+                once(epoch)
     return [step for step, _ in times], [update for _, update in times]
 
 

@@ -28,10 +28,12 @@ from ..common.ring import Ring, RingReader
 from ..common.runfile import RunFile, load
 from ..common.target import Target
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
+from ..common.timeline import profiled
 from .capture import TargetSource
 
 WARM = 3  # repetitions that do not count
 SLOTS = 3
+PROFILED = 3  # repetitions in a profile
 
 
 class Rows(NamedTuple):
@@ -56,8 +58,8 @@ def measure(run_path: str, options: TargetOptions) -> dict[str, Any]:
     torch.cuda.empty_cache()
     source = TargetSource.load(run, info, layers, options.device)
     for kind in options.kinds:
-        found[kind] = _alone(source, layers, rows[kind], options)
-        found[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], options)
+        found[kind] = _alone(source, layers, rows[kind], kind, options)
+        found[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], f"{kind}-ring", options)
     return found
 
 
@@ -91,10 +93,12 @@ def _transformers(
         target.decoder(input_ids=ids, use_cache=False)
         taken.clear()
 
-    return _arm(target, rows, str(target.decoder.config._attn_implementation), forward, options)
+    return _arm(target, rows, str(target.decoder.config._attn_implementation), forward, "transformers", options)
 
 
-def _alone(source: TargetSource, layers: Sequence[int], rows: Rows, options: TargetOptions) -> dict[str, Any]:
+def _alone(
+    source: TargetSource, layers: Sequence[int], rows: Rows, name: str, options: TargetOptions
+) -> dict[str, Any]:
     tokens, offsets = torch.from_numpy(rows.tokens), rows.cu_seqlens.tolist()
     target = source.target
     return _arm(
@@ -102,12 +106,13 @@ def _alone(source: TargetSource, layers: Sequence[int], rows: Rows, options: Tar
         rows,
         source.mode,
         lambda: target.forward_states(tokens, offsets, layers, lambda *_: None),
+        name,
         options,
     )
 
 
 def _streaming(
-    source: TargetSource, run: RunFile, layers: Sequence[int], rows: Rows, options: TargetOptions
+    source: TargetSource, run: RunFile, layers: Sequence[int], rows: Rows, name: str, options: TargetOptions
 ) -> dict[str, Any]:
     """Records into a ring whose reader frees each as soon as it is there."""
     lengths = rows.lengths
@@ -148,15 +153,20 @@ def _streaming(
             reader.release(slot.index, slot.seq)
 
         try:
-            found = _arm(source.target, rows, source.mode, record, options)
-            return found | {"checksum_s": summing[-len(found["batch_s"]) :], "record_bytes": length}
+            found = _arm(source.target, rows, source.mode, record, name, options)
+            return found | {
+                "checksum_s": summing,
+                "record_bytes": length,
+            }
         finally:
             source.close()
             reader.close()
             ring.close()
 
 
-def _arm(target: Target, rows: Rows, runs: str, once: Callable[[], object], options: TargetOptions) -> dict[str, Any]:
+def _arm(
+    target: Target, rows: Rows, runs: str, once: Callable[[], object], name: str, options: TargetOptions
+) -> dict[str, Any]:
     """Seconds of each repetition after those that warm up."""
     cuda = target.device.type == "cuda"
 
@@ -175,11 +185,16 @@ def _arm(target: Target, rows: Rows, runs: str, once: Callable[[], object], opti
     begun = time.perf_counter()
     while not options.enough(len(times), time.perf_counter() - begun):
         times.append(timed())
+    peak = torch.cuda.max_memory_allocated(target.device) if cuda else None
+    if options.profile is not None:
+        with profiled(Path(options.profile), f"target-{name}"):
+            for _ in range(PROFILED):
+                timed()
     return {
         "batch_s": times,
         "tokens": len(rows.tokens),
         "flops": count_flops(target, rows.lengths),
-        "peak_bytes": torch.cuda.max_memory_allocated(target.device) if cuda else None,
+        "peak_bytes": peak,
         "runs": runs,
     }
 

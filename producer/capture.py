@@ -19,6 +19,7 @@ from ..common.errors import ConfigError
 from ..common.runfile import RunFile
 from ..common.target import Target, as_dtype
 from ..common.target_info import TargetInfo
+from ..common.timeline import Steps
 from .compiled import CompiledLayers
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class TargetSource:
         self._last_hidden = last_hidden
         self._registered: int | None = None
         self._compiled = compiled
+        self._profile = Steps.from_environment(f"worker-{target.device.type}{target.device.index or 0}")
         self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
 
     @classmethod
@@ -142,6 +144,8 @@ class TargetSource:
                 self._copies.record_event().synchronize()
         if self._compiled is not None:
             self._compiled.watch(len(tokens))
+        if self._profile is not None:
+            self._profile.step_done()
         return bool(torch.isfinite(total))
 
     def _copy(self, out: Tensor, states: Tensor) -> None:
