@@ -81,5 +81,6 @@ def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids:
             "held_out": run.data.held_out,
             "batches_per_step": run.trainer.batches_per_step,
             **({"weights": mix} if mix else {}),
+            **({"payload": run.stream.payload} if run.stream.payload != "full" else {}),
         }
     )

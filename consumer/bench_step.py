@@ -87,7 +87,7 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     device = torch.device(options.device)
     meta = describe(run, arm, layers, info)
     learner = build_learner(run, info, layers, device=device)
-    buffer = random_states(meta, run.target.dtype, on_gpu=device.type == "cuda")
+    buffer = random_states(meta, on_gpu=device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with memoryview(buffer) as states:
@@ -119,7 +119,7 @@ def describe(run: RunFile, arm: Arm, layers: list[int], info: TargetInfo) -> Rec
         tokens=draw.integers(0, info.vocab_size, sum(arm.lengths)).astype(np.int32),
         mask=np.concatenate(_masks(arm)),
         layer_ids=tuple(layers),
-        dtype=run.target.dtype,
+        dtype=run.record_dtype,
         hidden_size=info.hidden_size,
         last_hidden="before_norm" if run.target.last_hidden else "none",
         fingerprint=0,

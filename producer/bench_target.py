@@ -123,7 +123,7 @@ def _streaming(
         tokens=rows.tokens,
         mask=np.ones(len(rows.tokens), np.uint8),
         layer_ids=tuple(layers),
-        dtype=run.target.dtype,
+        dtype=run.record_dtype,
         hidden_size=source.info.hidden_size,
         last_hidden="none",
         fingerprint=1,
