@@ -8,6 +8,7 @@ import math
 import mmap
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ..common.record import FP8, RecordMeta
 from ..common.runfile import RunFile, load
 from ..common.target import as_dtype
 from ..common.target_info import resolve_layer_ids, target_info
-from .learner import build_learner
+from .learner import DFlashLearner, build_learner
 from .transfer import register_host, view_scales
 
 RECORDS = 2
@@ -35,10 +36,11 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     records = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
     buffers = [random_states(meta, on_gpu=device.startswith("cuda")) for meta in records]
     done, tokens, begun = 0, 0, time.perf_counter()
+    ahead = Ahead(learner)
     while done < WARM + 2 or time.perf_counter() - begun < seconds:
         meta, buffer = records[done % RECORDS], buffers[done % RECORDS]
         with memoryview(buffer) as states:
-            learner.train_record(meta, states, done)
+            ahead.train_record(meta, states, done, then=(records[(done + 1) % RECORDS], done + 1))
         learner.step(learner.sums(), run.optimizer.lr)  # waits for the device
         done, tokens = done + 1, tokens + len(meta.tokens)
         if done == WARM:
@@ -46,6 +48,20 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     rate = tokens / (time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
     return {"tokens_per_s": rate, "steps": done, "peak_bytes": peak}
+
+
+class Ahead:
+    """Trains records as a rank does: the next one's blocks are packed by another thread meanwhile."""
+
+    def __init__(self, learner: DFlashLearner) -> None:
+        self._learner = learner
+        self._thread = ThreadPoolExecutor(1)
+
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, *, then: tuple[RecordMeta, int]) -> None:
+        """then: the record and epoch of the next call."""
+        packing = self._thread.submit(self._learner.prepare, *then)
+        self._learner.train_record(meta, states, epoch)
+        packing.result()
 
 
 def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> RecordMeta:

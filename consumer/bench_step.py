@@ -30,7 +30,7 @@ from ..common.runfile import RunFile, load
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
 from ..common.timeline import profiled
 from .anchors import Positions, draw_anchors
-from .bench import random_states
+from .bench import Ahead, random_states
 from .blocks import pack_blocks
 from .ceilings import wait
 from .learner import DFlashLearner, build_learner
@@ -143,10 +143,12 @@ def _time(
 ) -> tuple[list[float], list[float]]:
     """Seconds of forward and backward, and of the update, of each repetition after those that warm up."""
 
-    def once(epoch: int) -> tuple[float, float]:
+    ahead = Ahead(learner)
+
+    def once(number: int) -> tuple[float, float]:
         wait(device)
         start = time.perf_counter()
-        learner.train_record(meta, states, epoch)
+        ahead.train_record(meta, states, number % EPOCHS, then=(meta, (number + 1) % EPOCHS))
         wait(device)
         trained = time.perf_counter()
         result = learner.step(learner.sums(), LR)
@@ -156,15 +158,15 @@ def _time(
         return trained - start, time.perf_counter() - trained
 
     for i in range(WARM[device.type]):
-        once(i % EPOCHS)
+        once(i)
     times: list[tuple[float, float]] = []
     begun = time.perf_counter()
     while not options.enough(len(times), time.perf_counter() - begun):
-        times.append(once(len(times) % EPOCHS))
+        times.append(once(len(times)))
     if options.profile is not None:
         with profiled(Path(options.profile), f"step-{name}"):
-            for epoch in range(PROFILED):
-                once(epoch)
+            for number in range(PROFILED):
+                once(number)
     return [step for step, _ in times], [update for _, update in times]
 
 

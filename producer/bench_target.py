@@ -2,6 +2,7 @@
 
     transformers       all layers of the decoder, one padded batch of full rows, its own attention, output hooks
     full, chat         the worker's target: layers up to the last recorded one, packed rows, states dropped
+    ..., eager         the same without torch.compile, where the run's target is compiled
     ..., ring          the same rows as records in a ring that is drained at once, as a worker makes them
 
 common/bench_parts.py calls it. Every repetition waits for the device, as a worker does at the end of a record.
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..common.bench_parts import TargetOptions, chat_lengths
 from ..common.fingerprint import Fingerprint
@@ -54,13 +54,30 @@ def measure(run_path: str, options: TargetOptions) -> dict[str, Any]:
     layers = resolve_layer_ids(run, info)
     rows = {kind: make_rows(kind, options, info) for kind in ("full", *options.kinds)}
     found = {"transformers": _transformers(run, info, layers, rows["full"], options)}
-    gc.collect()  # that target's memory is for the next one
-    torch.cuda.empty_cache()
+    _free()
+    if _compiles(run, options):
+        eager = TargetSource.load(
+            load(run_path, [*options.settings, "target.compile=false"]), info, layers, options.device
+        )
+        for kind in options.kinds:
+            found[f"{kind}, eager"] = _alone(eager, layers, rows[kind], f"{kind}-eager", options)
+        del eager
+        _free()
     source = TargetSource.load(run, info, layers, options.device)
     for kind in options.kinds:
         found[kind] = _alone(source, layers, rows[kind], kind, options)
         found[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], f"{kind}-ring", options)
     return found
+
+
+def _free() -> None:
+    """One target's memory is for the next."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _compiles(run: RunFile, options: TargetOptions) -> bool:
+    return run.target.compile is True or (run.target.compile == "auto" and options.device.startswith("cuda"))
 
 
 def make_rows(kind: str, options: TargetOptions, info: TargetInfo) -> Rows:
@@ -201,9 +218,8 @@ def _arm(
 
 def count_flops(target: Target, lengths: Sequence[int]) -> int:
     """Model FLOPs of one forward over rows of these lengths by the layers that were loaded."""
-    weights = sum(
-        module.weight.numel() for layer in target.layers for module in layer.modules() if isinstance(module, nn.Linear)
-    )
+    linear = (module for layer in target.layers for module in layer.modules() if hasattr(module, "out_features"))
+    weights = sum(int(module.in_features * module.out_features) for module in linear)  # nn.Linear, and in fp8
     kinds = getattr(target.decoder.config.get_text_config(decoder=True), "layer_types", None)
     kinds = kinds or ["full_attention"] * len(target.layers)
     attending = sum(kind in ("full_attention", "sliding_attention") for kind in kinds[: len(target.layers)])
