@@ -1,226 +1,17 @@
-"""The ring against memcpy and iceoryx2, and the time of an announcement, between two processes.
+"""`paceline bench stream`'s ring between two processes, held to bounds.
 
     python benchmarks/ring.py [--record-mb 64] [--rounds 8] [--check]
-
-One process copies records into slots; the other reads two bytes of each in place (touch), or copies it out (copy), or
-checks its checksum, which the producer then also computes (sum). memcpy is one process copying between warm anonymous
-buffers. All take turns, round by round, and each is judged by its best round: on a busy machine noise only slows.
-Latency is one small record's whole way: claim, commit, announcement over ZeroMQ, take and release, acknowledgement;
-beside it stands a bare ZeroMQ round trip of the same messages.
 
 `--check` exits 1 unless touch >= 0.8 x memcpy, copy >= 0.5 x memcpy and the median latency is under 300 us.
 """
 
 import argparse
-import ctypes
-import multiprocessing
-import shutil
 import sys
-import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
-from statistics import median
-from typing import Any
 
-import msgpack
-import numpy as np
-import zmq
-from paceline.common.fingerprint import Fingerprint
-from paceline.common.record import checksum
-from paceline.common.ring import Ring, RingReader
+from paceline.common.bench_parts import StreamOptions, bench_stream, stream_tables
 from rich.console import Console
-from rich.table import Table
 
-try:
-    import iceoryx2
-except ImportError:  # no wheel for this machine: measured without
-    iceoryx2 = None
-
-iox2: Any = iceoryx2
-SLOTS = 4
 TOUCH_FLOOR, COPY_FLOOR, LATENCY_CEILING_US = 0.8, 0.5, 300.0
-SERVICE = "paceline/benchmark"
-
-
-def pack(kind: str, **fields: Any) -> Any:
-    """A message in the form of common/wire.py's."""
-    return msgpack.packb({"v": 1, "t": kind, **fields})
-
-
-def consume(folder: Path, record_bytes: int) -> None:
-    """The reading process: does what each message asks for and answers it, until told to stop."""
-    socket = zmq.Context().socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.bind(f"ipc://{folder}/socket")
-    readers = {name: RingReader.open(folder / f"{name}.ring") for name in ("w0", "w1")}
-    for reader in readers.values():
-        reader.prefault()
-    subscriber = None if iox2 is None else _iceoryx_service().subscriber_builder().create()
-    out = np.ones(record_bytes, np.uint8)
-    while True:
-        peer, data = socket.recv_multipart()
-        message = msgpack.unpackb(data)
-        if message["t"] == "stop":
-            return
-        if message["t"] == "echo":
-            pass
-        elif message["t"] == "iceoryx":
-            for _ in range(message["count"]):
-                _read_iceoryx(subscriber, message["mode"], out)
-        else:
-            _read_ring(readers[message["ring"]], message, out)
-        socket.send_multipart([peer, pack("done")])
-
-
-def _read_ring(reader: RingReader, message: dict[str, Any], out: np.ndarray) -> None:
-    slot = reader.slot(message["slot"])
-    if not reader.take(slot.index, message["seq"], trainer=1):
-        raise RuntimeError("the record announced is not there")
-    payload = reader.payload(slot)
-    if message["mode"] == "sum" and checksum(payload, slot.length) != slot.checksum:
-        raise RuntimeError("checksum does not match")
-    _use(np.frombuffer(payload, np.uint8), message["mode"], out)
-    reader.release(slot.index, slot.seq)
-
-
-def _read_iceoryx(subscriber: Any, mode: str, out: np.ndarray) -> None:
-    while (sample := subscriber.receive()) is None:
-        time.sleep(20e-6)
-    _use(np.frombuffer(sample.payload().as_memory_view(), np.uint8), mode, out)
-    sample.delete()
-
-
-def _use(data: np.ndarray, mode: str, out: np.ndarray) -> None:
-    if mode == "copy":
-        np.copyto(out[: len(data)], data)
-    else:
-        out[0], out[1] = data[0], data[-1]
-
-
-def _iceoryx_service() -> Any:
-    iox2.set_log_level(iox2.LogLevel.Error)
-    node = iox2.NodeBuilder.new().create(iox2.ServiceType.Ipc)
-    service = node.service_builder(iox2.ServiceName.new(SERVICE)).publish_subscribe(iox2.Slice[ctypes.c_uint8])
-    return service.enable_safe_overflow(False).subscriber_max_buffer_size(SLOTS - 1).open_or_create()
-
-
-class Producer:
-    """The writing process: each method moves `count` records and returns when all are acknowledged."""
-
-    def __init__(self, folder: Path, record_bytes: int) -> None:
-        fingerprint = Fingerprint({"benchmark": "ring"})
-        self.ring = Ring.open(
-            folder / "w0.ring", worker="w0", fingerprint=fingerprint, slots=SLOTS, slot_bytes=record_bytes
-        )
-        self.small = Ring.open(folder / "w1.ring", worker="w1", fingerprint=fingerprint, slots=SLOTS, slot_bytes=4096)
-        self.socket = zmq.Context().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(f"ipc://{folder}/socket")
-        self.source = np.random.default_rng(0).integers(0, 255, record_bytes, np.uint8)
-        self.target = np.ones(record_bytes, np.uint8)
-        self.publisher = None
-        if iox2 is not None:
-            self.publisher = _iceoryx_service().publisher_builder().initial_max_slice_len(record_bytes).create()
-
-    def memcpy(self, count: int) -> None:
-        for _ in range(count):
-            np.copyto(self.target, self.source)
-
-    def move(self, ring: Ring, mode: str, count: int) -> None:
-        """Through a ring; waits for acknowledgements only when no slot is free."""
-        unanswered = 0
-        for batch in range(count):
-            while (slot := ring.claim(batch)) is None:
-                self.socket.recv()
-                unanswered -= 1
-            length = min(len(self.source), ring.slot_bytes)
-            np.copyto(np.frombuffer(slot.payload, np.uint8, length), self.source[:length])
-            ring.commit(slot, length, checksum(slot.payload, length) if mode == "sum" else 0)
-            self.socket.send(pack("ready", ring=ring.worker, mode=mode, slot=slot.index, seq=slot.seq, batch=batch))
-            unanswered += 1
-        for _ in range(unanswered):
-            self.socket.recv()
-
-    def iceoryx(self, mode: str, count: int) -> None:
-        if self.publisher is None:
-            return
-        self.socket.send(pack("iceoryx", mode=mode, count=count))
-        for _ in range(count):
-            sample = self.publisher.loan_slice_uninit(len(self.source))
-            np.copyto(np.frombuffer(sample.payload().as_memory_view(), np.uint8), self.source)
-            sample.assume_init().send()
-        self.socket.recv()
-
-    def latencies_us(self, count: int) -> list[tuple[float, float]]:
-        """(a small record from claim to acknowledgement, a bare round trip), one after the other."""
-        echo = pack("echo", ring="w1", mode="touch", slot=0, seq=1 << 50, batch=0)
-        found = []
-        for _ in range(count):
-            start = time.perf_counter()
-            self.move(self.small, "touch", 1)
-            moved = time.perf_counter()
-            self.socket.send(echo)
-            self.socket.recv()
-            found.append(((moved - start) * 1e6, (time.perf_counter() - moved) * 1e6))
-        return found
-
-    def stop(self) -> None:
-        self.socket.send(pack("stop"))
-
-
-def measure(record_bytes: int, rounds: int) -> tuple[dict[str, list[float]], list[tuple[float, float]]]:
-    """GB/s of each round by name, and latencies in microseconds."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-benchmark-", dir="/dev/shm"))
-    producer = Producer(folder, record_bytes)
-    consumer = multiprocessing.get_context("spawn").Process(target=consume, args=(folder, record_bytes), daemon=True)
-    consumer.start()
-    ways: dict[str, Callable[[int], None]] = {"memcpy": producer.memcpy}
-    for mode in ("touch", "copy", "sum"):
-        ways[f"ring {mode}"] = lambda count, mode=mode: producer.move(producer.ring, mode, count)
-        if iox2 is not None and mode != "sum":
-            ways[f"iceoryx2 {mode}"] = lambda count, mode=mode: producer.iceoryx(mode, count)
-    speeds: dict[str, list[float]] = defaultdict(list)
-    count = max(2 * SLOTS, (512 << 20) // record_bytes)
-    try:
-        for way in ways.values():
-            way(2 * SLOTS)  # first touch of every slot and chunk
-        for _ in range(rounds):
-            for name, way in ways.items():
-                start = time.perf_counter()
-                way(count)
-                speeds[name].append(count * record_bytes / (time.perf_counter() - start) / 1e9)
-        producer.latencies_us(200)
-        latencies = producer.latencies_us(3000)
-        producer.stop()
-        consumer.join(10)
-    finally:
-        consumer.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-    return speeds, latencies
-
-
-def report(record_bytes: int, speeds: dict[str, list[float]], latencies: list[tuple[float, float]]) -> list[str]:
-    """Prints the table and returns the bounds that were missed."""
-    best = {name: max(values) for name, values in speeds.items()}
-    table = Table("", "best GB/s", "median GB/s", "best / memcpy", title=f"records of {record_bytes >> 20} MiB")
-    for name, values in speeds.items():
-        ratio = best[name] / best["memcpy"]
-        table.add_row(name, f"{best[name]:.1f}", f"{median(values):.1f}", f"{ratio:.2f}")
-    console = Console()
-    console.print(table)
-    p50, p99 = np.percentile([record for record, _ in latencies], (50, 99))
-    bare50, bare99 = np.percentile([bare for _, bare in latencies], (50, 99))
-    console.print(f"announce + ack: p50 {p50:.0f} us, p99 {p99:.0f} us (ZeroMQ alone {bare50:.0f}, {bare99:.0f})")
-    bounds = {
-        f"touch >= {TOUCH_FLOOR} x memcpy": best["ring touch"] >= TOUCH_FLOOR * best["memcpy"],
-        f"copy >= {COPY_FLOOR} x memcpy": best["ring copy"] >= COPY_FLOOR * best["memcpy"],
-        f"announce + ack p50 < {LATENCY_CEILING_US:.0f} us": p50 < LATENCY_CEILING_US,
-    }
-    for bound, met in bounds.items():
-        console.print(f"{'met   ' if met else 'MISSED'} {bound}")
-    return [bound for bound, met in bounds.items() if not met]
 
 
 def main() -> int:
@@ -229,8 +20,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--check", action="store_true", help="exit 1 if a bound is missed")
     options = parser.parse_args()
-    missed = report(options.record_mb << 20, *measure(options.record_mb << 20, options.rounds))
-    return 1 if options.check and missed else 0
+    report = bench_stream(StreamOptions("cpu", record_mb=options.record_mb, rounds=options.rounds))
+    console = Console()
+    for part in stream_tables(report):
+        console.print(part)
+    ways = report["speeds"]["between processes"]
+    bounds = {
+        f"touch >= {TOUCH_FLOOR} x memcpy": ways["ring touch"]["of_ceiling"] >= TOUCH_FLOOR,
+        f"copy >= {COPY_FLOOR} x memcpy": ways["ring copy"]["of_ceiling"] >= COPY_FLOOR,
+        f"announce + ack p50 < {LATENCY_CEILING_US:.0f} us": report["latency_us"]["p50"] < LATENCY_CEILING_US,
+    }
+    for bound, met in bounds.items():
+        console.print(f"{'met   ' if met else 'MISSED'} {bound}")
+    return 1 if options.check and not all(bounds.values()) else 0
 
 
 if __name__ == "__main__":

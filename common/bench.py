@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from . import inspect, paths
+from . import inspect, paths, timeline
 from .clean import clean_rings
 from .dataset import tokenizer_digest
 from .devices import gpu_count
@@ -151,9 +151,17 @@ def predict(target: float, trainer: float, workers: int, ranks: int, shared: boo
 
 
 def bench_pipeline(
-    folder: Path, target: str, topologies: Sequence[str], options: Options, console: Console | None = None
+    folder: Path,
+    target: str,
+    topologies: Sequence[str],
+    options: Options,
+    console: Console | None = None,
+    profile: Path | None = None,
 ) -> list[Result]:
-    """Measures each topology; target: a name of `CONFIGS` or a model folder. Prints a table, writes bench.json."""
+    """Measures each topology; target: a name of `CONFIGS` or a model folder. Prints a table, writes bench.json.
+
+    profile: folder for a trace and a picture of a few steps of every process, by topology (timeline.py).
+    """
     console = console or Console(highlight=False)
     found = [parse_topology(text) for text in topologies]
     gpus = gpu_count()
@@ -171,10 +179,32 @@ def bench_pipeline(
             console.print(f"target alone, trainer alone: {options.seconds:.0f} s each")
             alone = {side: _alone(side, run_path, run, options.seconds) for side in ("producer", "consumer")}
         console.print(f"pipeline {workers}-{ranks}: {options.warm_up:.0f} s to warm up, {options.seconds:.0f} s")
-        results.append(_pipeline(run_path, run, alone, place(workers, ranks, gpus)[2], options))
+        with _profiling(None if profile is None else profile / f"{workers}-{ranks}", console):
+            results.append(_pipeline(run_path, run, alone, place(workers, ranks, gpus)[2], options))
     (folder / "bench.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     console.print(table(results))
     return results
+
+
+@contextlib.contextmanager
+def _profiling(folder: Path | None, console: Console) -> Iterator[None]:
+    """Lets the processes that are started inside record a few steps, and shows them afterwards."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.glob("*.json.gz"))
+    os.environ[timeline.ENVIRONMENT] = str(folder.absolute())
+    try:
+        yield
+    finally:
+        del os.environ[timeline.ENVIRONMENT]
+    traces = sorted(set(folder.glob("*.json.gz")) - before)
+    if not traces:
+        console.print(
+            f"no process did {timeline.FIRST + timeline.COUNT} steps: nothing to profile, give more --seconds"
+        )
+    timeline.show(traces, console)
 
 
 # What is measured on

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from .bench import MASK_TOKEN, RUN_FILE, model_folder
 from .devices import gpu_count
-from .errors import PacelineError, UsageError
+from .errors import ConfigError, PacelineError, UsageError
 from .runfile import load, toml_value
 
 LARGE, SMALL = "qwen3-8b", "smollm2-135m"  # shapes measured unless another is asked for, on a GPU and without
@@ -45,10 +45,13 @@ class Measured:
     layers: int = 5
     block_size: int = 16
     length: int = 3072  # tokens of a full row
+    profile: str | None = None  # folder for traces of three repetitions of each arm, after those that are timed
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()}
+        values: dict[str, Any] = json.loads(text)
+        for key, value in values.items():
+            values[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         return cls(**values)
 
     def to_json(self) -> str:
@@ -144,12 +147,16 @@ def write_run(folder: Path, options: Measured, *, token_budget: int, micro_token
 
 
 def run_side(module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last. PacelineError with its last line of errors."""
+    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last; its errors, a user's mistake in one line."""
     command = [sys.executable, "-m", f"paceline.{module}", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode or not result.stdout.strip():
         said = [line for line in result.stderr.strip().splitlines() if line.strip()]
-        raise PacelineError(f"{module} failed: {said[-1] if said else f'exit code {result.returncode}'}")
+        last = said[-1] if said else f"exit code {result.returncode}"
+        kind, own, text = last.partition("Error: ")
+        if own and kind.startswith("paceline."):
+            raise (ConfigError if kind.endswith(".Config") else PacelineError)(text)
+        raise PacelineError(f"{module} failed: {last}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -182,16 +189,16 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
     return _report("step", options, ceilings, step_figures(measured, ceilings))
 
 
-def step_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+def step_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rates of each arm: medians over the repetitions of what one did by the time it took."""
     arms = {name: _step_arm(arm, float(ceilings["matmul_tflops"])) for name, arm in measured.items()}
     if "chat" in arms and PADDED in arms:
         packed, padded = (arms[name]["supervised_blocks_per_s"] for name in ("chat", PADDED))
-        arms["chat"]["packed_to_padded"] = (packed or 0.0) / (padded or 1.0)
+        arms["chat"]["packed_to_padded"] = packed / padded
     return arms
 
 
-def _step_arm(arm: Mapping[str, Any], ceiling: float) -> dict[str, float | None]:
+def _step_arm(arm: Mapping[str, Any], ceiling: float) -> dict[str, Any]:
     times, work = np.array(arm["step_s"]), arm["work"]
 
     def rate(name: str) -> float:
@@ -261,8 +268,8 @@ def part_table(report: Mapping[str, Any]) -> Table:
 
 
 def _cell(arm: Mapping[str, Any], keys: str | Sequence[str], form: str) -> str:
-    values = [arm.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
-    if any(value is None for value in values):
+    values: list[Any] = [arm.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
+    if None in values:
         return "-"
     return f"{values[0] / 1e3:.2f}" if form == "K" else form.format(*values)
 
@@ -309,3 +316,81 @@ def target_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> 
             arm["checksum_ms"] = median(measured[name]["checksum_s"]) * 1e3
             arm["gb_per_s"] = measured[name]["record_bytes"] / arm["batch_ms"] / 1e6
     return arms
+
+
+# The stream
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    device: str
+    record_mb: int = 64
+    rounds: int = 8
+    ring_dir: str = "/dev/shm/paceline"
+    gpu_mb: int = 512  # of one copy between ring and GPU
+    messages: int = 3000  # announcements that are timed
+
+
+def bench_stream(options: StreamOptions) -> dict[str, Any]:
+    """Measures the ring. ConfigError, PacelineError."""
+    from .bench_ring import measure
+
+    if min(options.record_mb, options.rounds, options.gpu_mb) < 1 or options.messages < 10:
+        raise UsageError("--record-mb and --rounds: one at least")
+    speeds, latencies = measure(options.record_mb << 20, options.rounds, Path(options.ring_dir), options.messages)
+    found = {"between processes": (speeds, "memcpy")}
+    if options.device.startswith("cuda"):
+        size, rounds = str(options.gpu_mb << 20), str(options.rounds)
+        gpu = run_side("consumer.bench_stream", options.device, options.ring_dir, size, rounds)
+        found["ring and GPU"] = (gpu, "page-locked")
+    return {
+        "bench": "stream",
+        "date": time.strftime("%Y-%m-%d"),
+        "options": asdict(options),
+        "speeds": {part: stream_figures(ways, ceiling) for part, (ways, ceiling) in found.items()},
+        "latency_us": _latencies(latencies),
+    }
+
+
+def stream_figures(ways: Mapping[str, Sequence[float]], ceiling: str) -> dict[str, dict[str, float]]:
+    """GB/s of each way: best and median round, and the best's share of the ceiling's best.
+
+    ceiling: the name of one way, or what stands for "ring" in the name of the way that goes the same direction.
+    """
+    best = {name: max(values) for name, values in ways.items()}
+    return {
+        name: {
+            "best_gb_per_s": best[name],
+            "median_gb_per_s": median(values),
+            "of_ceiling": best[name] / best[ceiling if ceiling in best else name.replace("ring", ceiling)],
+        }
+        for name, values in ways.items()
+    }
+
+
+def _latencies(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    record, bare = np.percentile(np.array(pairs), (50, 99), axis=0).T
+    return {"p50": record[0], "p99": record[1], "zeromq_p50": bare[0], "zeromq_p99": bare[1]}
+
+
+def stream_tables(report: Mapping[str, Any]) -> list[Table | str]:
+    """A table for each part, and a line on announcements."""
+    shown: list[Table | str] = []
+    sizes = {"between processes": report["options"]["record_mb"], "ring and GPU": report["options"]["gpu_mb"]}
+    for part, ways in report["speeds"].items():
+        ceiling = "memcpy" if "memcpy" in ways else "page-locked"
+        table = Table("", "best GB/s", "median GB/s", f"of {ceiling}", title=f"{part}, {sizes[part]} MiB a copy")
+        for name, way in ways.items():
+            table.add_row(
+                name,
+                f"{way['best_gb_per_s']:.1f}",
+                f"{way['median_gb_per_s']:.1f}",
+                f"{way['of_ceiling']:.2f}",
+            )
+        shown.append(table)
+    us = report["latency_us"]
+    shown.append(
+        f"announce + ack: p50 {us['p50']:.0f} us, p99 {us['p99']:.0f} us "
+        f"(ZeroMQ alone {us['zeromq_p50']:.0f}, {us['zeromq_p99']:.0f})"
+    )
+    return shown

@@ -1,12 +1,16 @@
 """The commands that say what a run needs and how fast it is: `plan` and `bench`. `cli.py` takes them in."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .cli_shared import json_option, load_run, run_argument, set_option
+
+if TYPE_CHECKING:
+    from .bench_parts import Measured
 
 
 @click.command(short_help="Say what a run will need, and which split is fastest.")
@@ -58,6 +62,14 @@ def bench() -> None:
     """Measure this machine, as ratios to what a part reaches alone."""
 
 
+_profile_option = click.option(
+    "--profile",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False, path_type=str),
+    help="Record a few steps there: a trace and a picture a process, and the largest kernels.",
+)
+
+
 @bench.command(name="pipeline")
 @click.option(
     "--target-config",
@@ -78,9 +90,141 @@ def bench() -> None:
 @click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch.")
 @click.option("--slots", default=4, show_default=True, help="Slots in each ring.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help="Folder.")
-def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, **options: Any) -> None:
-    """Both sides together against each side alone."""
+@_profile_option
+def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, profile: str | None, **options: Any) -> None:
+    """Both sides together, against each side alone."""
     from .bench import Options
     from .bench import bench_pipeline as run
 
-    run(out, target, topologies or ("1-1",), Options(**options))
+    run(
+        out,
+        target,
+        topologies or ("1-1",),
+        Options(**options),
+        profile=None if profile is None else Path(profile),
+    )
+
+
+_KINDS = ("full", "chat", "padded-512")
+
+
+def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that `step` and `target` share."""
+    for option in reversed(
+        (
+            click.option(
+                "--target-config",
+                "target",
+                metavar="NAME",
+                help="Shape with random weights, or a model folder.  [default: qwen3-8b, without a GPU smollm2-135m]",
+            ),
+            click.option("--device", help="cuda:N or cpu.  [default: the first GPU, else cpu]"),
+            click.option("--length", type=click.IntRange(min=32), help="Tokens of a full row."),
+            click.option("--seconds", type=float, help="Of each arm, ten repetitions at least."),
+            click.option("--steps", type=click.IntRange(min=1), help="Repetitions of each arm, instead of --seconds."),
+            click.option("--layers", default=5, show_default=True, help="Draft layers."),
+            _profile_option,
+            set_option,
+            json_option,
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@bench.command(name="step")
+@_part_options
+@click.option(
+    "--rows-kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice(_KINDS),
+    help="full: rows of --length. chat: rows of a chat's lengths, packed. padded-512: those, each computed as 512 "
+    "positions. Repeatable.  [default: full]",
+)
+@click.option("--rows", type=click.IntRange(min=1), help="Full rows in a step.  [default: 4, on a CPU 1]")
+@click.option("--anchors", type=click.IntRange(min=1), help="Blocks in a full row.  [default: 512, on a CPU 16]")
+@click.option("--anchors-per-token", default=0.25, show_default=True, help="Of chat rows.")
+@click.option("--block-size", type=click.IntRange(min=2), default=16, show_default=True, help="Slots in a block.")
+@click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch of chat rows.")
+def bench_step(**options: Any) -> None:
+    """The drafter's step, against the matmul rate."""
+    from .bench_parts import StepOptions
+    from .bench_parts import bench_step as run
+
+    small = {"rows": 1, "length": 256, "anchors": 16}
+    _show_part(run, StepOptions, small, {"kinds": ("full",)}, **options)
+
+
+@bench.command(name="target")
+@_part_options
+@click.option(
+    "--rows-kind",
+    type=click.Choice(["full", "chat", "both"]),
+    default="both",
+    show_default=True,
+    help="Rows of --length, or of a chat's lengths.",
+)
+@click.option("--budget", type=click.IntRange(min=32), help="Tokens in a batch.  [default: 16384, on a CPU 256]")
+def bench_target(rows_kind: str, **options: Any) -> None:
+    """The target, packed and streaming, against plain transformers."""
+    from .bench_parts import TargetOptions
+    from .bench_parts import bench_target as run
+
+    kinds = ("full", "chat") if rows_kind == "both" else (rows_kind,)
+    _show_part(run, TargetOptions, {"length": 128, "budget": 256}, {"kinds": kinds}, **options)
+
+
+def _show_part(
+    run: Callable[[Any], dict[str, Any]],
+    kind: "type[Measured]",
+    small: dict[str, Any],
+    defaults: dict[str, Any],
+    *,
+    device: str | None,
+    target: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Runs a measurement with what was asked for; `small` are the defaults where there is no GPU."""
+    from .bench_parts import default_device, default_target, part_table
+
+    device = device or default_device()
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    values: dict[str, Any] = defaults | ({} if device.startswith("cuda") else small | {"seconds": 5.0}) | given
+    report = run(kind(device=device, target=target or default_target(device), settings=overrides, **values))
+    _print(report, [part_table(report)], as_json)
+    if options["profile"] is not None:
+        from rich.console import Console
+
+        from .timeline import show
+
+        names = (f"{report['bench']}-{arm.replace(', ', '-')}.json.gz" for arm in report["arms"])
+        show([Path(options["profile"]) / name for name in names], Console(highlight=False, stderr=as_json))
+
+
+@bench.command(name="stream")
+@click.option("--record-mb", type=click.IntRange(min=1), default=64, show_default=True, help="MiB of a record.")
+@click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True, help="Turns of each way.")
+@click.option("--device", help="GPU to copy to and from, or cpu for none.  [default: the first GPU, if any]")
+@click.option("--ring-dir", default="/dev/shm/paceline", show_default=True, help="Where the rings are made.")
+@json_option
+def bench_stream(device: str | None, as_json: bool, **options: Any) -> None:
+    """The ring, against memcpy and page-locked copies."""
+    from .bench_parts import StreamOptions, default_device, stream_tables
+    from .bench_parts import bench_stream as run
+
+    report = run(StreamOptions(device=device or default_device(), **options))
+    _print(report, stream_tables(report), as_json)
+
+
+def _print(report: dict[str, Any], shown: "list[Any]", as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(report))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for part in shown:
+        console.print(part)

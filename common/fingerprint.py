@@ -82,5 +82,6 @@ def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids:
             "batches_per_step": run.trainer.batches_per_step,
             **({"weights": mix} if mix else {}),
             **({"fp8": 1} if run.target.fp8 else {}),
+            **({"payload": run.stream.payload} if run.stream.payload != "full" else {}),
         }
     )

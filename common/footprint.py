@@ -108,7 +108,7 @@ def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") 
             "drafter, float32 masters": shape.weights * WIDE,
             "gradients, float32": shape.weights * WIDE,
             f"{run.optimizer.name} state": moments * shape.weights * WIDE,
-            "micro-batch of hidden states": landing * ITEM_BYTES[run.target.dtype]
+            "micro-batch of hidden states": landing * ITEM_BYTES[run.record_dtype]
             + tokens * shape.planes * shape.hidden * item,
             "activations": activation_bytes(shape, slots, tokens) * item,
             "logits chunk": logits,
@@ -196,7 +196,7 @@ def _packed(folder: Path, container: str) -> int:
 def ring_bytes(run: "RunFile", planes: int, hidden_size: int) -> int:
     """Bytes of one worker's ring file."""
     budget = run.stream.token_budget
-    slot = slot_bytes(budget, max_rows(budget), planes, hidden_size, run.target.dtype)
+    slot = slot_bytes(budget, max_rows(budget), planes, hidden_size, run.record_dtype)
     return TABLE_OFFSET + pages(run.stream.slots * SLOT_WORDS * 8) + run.stream.slots * slot
 
 

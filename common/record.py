@@ -2,6 +2,7 @@
 
     meta      a fixed head, then layer ids, row ids, cu_seqlens, token ids and loss mask, padded to a whole page
     states    [planes, T, H], layer-major: one plane for each recorded layer, in order, then one for the last layer
+    scales    of float8_e4m3fn states alone: float32 [planes, T], a state is its eight bits times its token's scale
 
 A record describes itself, so nothing about it is believed because a message said so. It is written in place into a
 slot: `write_meta`, the states at the offset that it returns, then `checksum` over the whole record.
@@ -18,7 +19,10 @@ from .ring_layout import WORD_LIMIT, pages
 
 Buffer = bytes | bytearray | memoryview
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8 = "float8_e4m3fn"
+FP8_MAX = 448.0  # largest number of that format
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}  # in the order of their codes in a head
+SCALE_BYTES = 4
 LAST_HIDDEN = ("none", "before_norm")
 MIN_ROW_TOKENS = 8  # shorter rows are never prepared
 CHUNK_WORDS = 8192
@@ -55,6 +59,28 @@ class RecordMeta:
         """[planes, T, H]"""
         return self.planes, len(self.tokens), self.hidden_size
 
+    @property
+    def states_bytes(self) -> int:
+        """Of the states and their scales."""
+        return states_bytes(self.planes, len(self.tokens), self.hidden_size, self.dtype)
+
+
+def states_bytes(planes: int, tokens: int, hidden_size: int, dtype: str) -> int:
+    """Bytes of states [planes, tokens, hidden_size], scales included."""
+    if dtype == FP8:
+        return scales_offset(planes, tokens, hidden_size) + planes * tokens * SCALE_BYTES
+    return planes * tokens * hidden_size * ITEM_BYTES[dtype]
+
+
+def scales_offset(planes: int, tokens: int, hidden_size: int) -> int:
+    """Where the scales of float8 states begin, from the states' first byte."""
+    return _aligned(planes * tokens * hidden_size)
+
+
+def token_bytes(planes: int, hidden_size: int, dtype: str) -> int:
+    """What a token adds to the states: its planes, and their scales."""
+    return planes * (hidden_size * ITEM_BYTES[dtype] + (SCALE_BYTES if dtype == FP8 else 0))
+
 
 def max_rows(token_budget: int) -> int:
     """The most rows that a batch of `token_budget` tokens can have."""
@@ -64,15 +90,14 @@ def max_rows(token_budget: int) -> int:
 def slot_bytes(token_budget: int, max_rows: int, planes: int, hidden_size: int, dtype: str) -> int:
     """Bytes of the largest record that the token budget allows, in whole pages."""
     return _states_offset(max_rows, token_budget, planes) + pages(
-        _states_bytes(token_budget, planes, hidden_size, dtype)
+        states_bytes(planes, token_budget, hidden_size, dtype)
     )
 
 
 def record_bytes(meta: RecordMeta) -> int:
     """Bytes of the record, meta and states."""
     tokens, layers = len(meta.tokens), len(meta.layer_ids)
-    states = _states_bytes(tokens, meta.planes, meta.hidden_size, meta.dtype)
-    return _states_offset(len(meta.row_ids), tokens, layers) + states
+    return _states_offset(len(meta.row_ids), tokens, layers) + meta.states_bytes
 
 
 def write_meta(payload: Buffer, meta: RecordMeta) -> int:
@@ -112,7 +137,7 @@ def read_meta(payload: Buffer, length: int) -> tuple[RecordMeta, int]:
     if max(rows, tokens, layers, hidden_size) > _MOST or dtype >= len(_DTYPES) or last_hidden >= len(LAST_HIDDEN):
         raise RecordInvalid("record head out of range")
     end = _states_offset(rows, tokens, layers)
-    states = _states_bytes(tokens, layers + last_hidden, hidden_size, _DTYPES[dtype])
+    states = states_bytes(layers + last_hidden, tokens, hidden_size, _DTYPES[dtype])
     if length != end + states:
         raise RecordInvalid(f"record of {length} bytes, not {end + states}")
     position, arrays = HEAD.size, []
@@ -168,10 +193,6 @@ def _arrays(rows: int, tokens: int, layers: int) -> tuple[tuple[type[np.generic]
 def _states_offset(rows: int, tokens: int, layers: int) -> int:
     arrays = _arrays(rows, tokens, layers)
     return pages(HEAD.size + sum(_aligned(np.dtype(kind).itemsize * count) for kind, count in arrays))
-
-
-def _states_bytes(tokens: int, planes: int, hidden_size: int, dtype: str) -> int:
-    return planes * tokens * hidden_size * ITEM_BYTES[dtype]
 
 
 def _check(meta: RecordMeta) -> None:

@@ -4,9 +4,11 @@ Two of the run's batches lie in page-locked memory with random states; every ste
 """
 
 import json
+import math
 import mmap
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -14,12 +16,12 @@ import torch
 from ..common.batch import BatchId, Kind
 from ..common.dataset import prepared_rows
 from ..common.plan import plan_from
-from ..common.record import RecordMeta
+from ..common.record import FP8, RecordMeta
 from ..common.runfile import RunFile, load
 from ..common.target import as_dtype
 from ..common.target_info import resolve_layer_ids, target_info
-from .learner import build_learner
-from .transfer import register_host
+from .learner import DFlashLearner, build_learner
+from .transfer import register_host, view_scales
 
 RECORDS = 2
 WARM = 4
@@ -32,12 +34,13 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     layers = resolve_layer_ids(run, info)
     learner = build_learner(run, info, layers, device=device)
     records = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
-    buffers = [random_states(meta, run.target.dtype, on_gpu=device.startswith("cuda")) for meta in records]
+    buffers = [random_states(meta, on_gpu=device.startswith("cuda")) for meta in records]
     done, tokens, begun = 0, 0, time.perf_counter()
+    ahead = Ahead(learner)
     while done < WARM + 2 or time.perf_counter() - begun < seconds:
         meta, buffer = records[done % RECORDS], buffers[done % RECORDS]
         with memoryview(buffer) as states:
-            learner.train_record(meta, states, done)
+            ahead.train_record(meta, states, done, then=(records[(done + 1) % RECORDS], done + 1))
         learner.step(learner.sums(), run.optimizer.lr)  # waits for the device
         done, tokens = done + 1, tokens + len(meta.tokens)
         if done == WARM:
@@ -45,6 +48,20 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     rate = tokens / (time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
     return {"tokens_per_s": rate, "steps": done, "peak_bytes": peak}
+
+
+class Ahead:
+    """Trains records as a rank does: the next one's blocks are packed by another thread meanwhile."""
+
+    def __init__(self, learner: DFlashLearner) -> None:
+        self._learner = learner
+        self._thread = ThreadPoolExecutor(1)
+
+    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, *, then: tuple[RecordMeta, int]) -> None:
+        """then: the record and epoch of the next call."""
+        packing = self._thread.submit(self._learner.prepare, *then)
+        self._learner.train_record(meta, states, epoch)
+        packing.result()
 
 
 def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> RecordMeta:
@@ -59,19 +76,21 @@ def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> Rec
         tokens=np.concatenate([row.tokens for row in taken]),
         mask=np.concatenate([row.mask for row in taken]),
         layer_ids=tuple(layers),
-        dtype=run.target.dtype,
+        dtype=run.record_dtype,
         hidden_size=hidden,
         last_hidden="none",
         fingerprint=0,
     )
 
 
-def random_states(meta: RecordMeta, dtype: str, *, on_gpu: bool) -> mmap.mmap:
-    """Random states [planes, T, H] in memory that the GPU can copy from directly."""
-    kind = as_dtype(dtype)
-    buffer = mmap.mmap(-1, int(np.prod(meta.states_shape)) * kind.itemsize)
-    view = torch.frombuffer(buffer, dtype=kind)
+def random_states(meta: RecordMeta, *, on_gpu: bool) -> mmap.mmap:
+    """Random states [planes, T, H], scaled by 1 if float8, in memory that the GPU can copy from directly."""
+    buffer = mmap.mmap(-1, meta.states_bytes)
+    view = torch.frombuffer(buffer, dtype=as_dtype(meta.dtype), count=math.prod(meta.states_shape))
     view.copy_(torch.randn(len(view), generator=torch.Generator().manual_seed(0)))
+    if meta.dtype == FP8:
+        with memoryview(buffer) as states:
+            view_scales(states, meta.states_shape).fill_(1.0)
     if on_gpu:
         register_host(view.data_ptr(), len(buffer))
     return buffer

@@ -1,7 +1,8 @@
 """A drafter's step alone: `python -m paceline.consumer.bench_step RUN.toml OPTIONS` prints its times as JSON.
 
 The learner is the trainer's own and its records lie in page-locked memory: an arm is a record, and `train_record` does
-with it what it does in a run. Arms are measured in turn, each with a learner of its own. common/bench_parts.py calls it.
+with it what it does in a run. Arms are measured in turn, each with a learner of its own. Started by
+common/bench_parts.py.
 
 A padded implementation is measured with the same model and the same kernels: its record has all rows at 512 positions
 and as many blocks in each row as the row with most needs, every slot scored. What that computes is what padding would
@@ -13,6 +14,7 @@ import gc
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,14 +28,16 @@ from ..common.footprint import Shape
 from ..common.record import RecordMeta
 from ..common.runfile import RunFile, load
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
+from ..common.timeline import profiled
 from .anchors import Positions, draw_anchors
-from .bench import random_states
+from .bench import Ahead, random_states
 from .blocks import pack_blocks
 from .ceilings import wait
 from .learner import DFlashLearner, build_learner
 
 EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
 WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
+PROFILED = 3  # repetitions in a profile
 LR = 1e-6  # random states teach nothing
 
 
@@ -49,7 +53,7 @@ class Arm(NamedTuple):
 
 def measure(run_path: str, options: StepOptions) -> dict[str, Any]:
     """By the arm's name: seconds of each repetition and of its update, and what each did."""
-    return {kind: measure_arm(run_path, make_arm(run_path, kind, options), options) for kind in options.kinds}
+    return {kind: measure_arm(run_path, kind, make_arm(run_path, kind, options), options) for kind in options.kinds}
 
 
 def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
@@ -75,7 +79,7 @@ def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
     return Arm(settings, [PADDED_LENGTH] * same, [(0, PADDED_LENGTH)] * same, sum(lengths), sum(counts))
 
 
-def measure_arm(run_path: str, arm: Arm, options: StepOptions) -> dict[str, Any]:
+def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dict[str, Any]:
     """Times of forward and backward over the arm's rows, and of the optimiser's step after it."""
     run = load(run_path, [*arm.settings, *options.settings])
     info = target_info(run.target.path, run.target.trust_remote_code)
@@ -83,11 +87,11 @@ def measure_arm(run_path: str, arm: Arm, options: StepOptions) -> dict[str, Any]
     device = torch.device(options.device)
     meta = describe(run, arm, layers, info)
     learner = build_learner(run, info, layers, device=device)
-    buffer = random_states(meta, run.target.dtype, on_gpu=device.type == "cuda")
+    buffer = random_states(meta, on_gpu=device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with memoryview(buffer) as states:
-        steps, updates = _time(learner, meta, states, device, options)
+        steps, updates = _time(learner, meta, states, device, options, name)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     del learner
     gc.collect()
@@ -115,7 +119,7 @@ def describe(run: RunFile, arm: Arm, layers: list[int], info: TargetInfo) -> Rec
         tokens=draw.integers(0, info.vocab_size, sum(arm.lengths)).astype(np.int32),
         mask=np.concatenate(_masks(arm)),
         layer_ids=tuple(layers),
-        dtype=run.target.dtype,
+        dtype=run.record_dtype,
         hidden_size=info.hidden_size,
         last_hidden="before_norm" if run.target.last_hidden else "none",
         fingerprint=0,
@@ -130,14 +134,21 @@ def _masks(arm: Arm) -> list[NDArray[np.uint8]]:
 
 
 def _time(
-    learner: DFlashLearner, meta: RecordMeta, states: memoryview, device: torch.device, options: StepOptions
+    learner: DFlashLearner,
+    meta: RecordMeta,
+    states: memoryview,
+    device: torch.device,
+    options: StepOptions,
+    name: str,
 ) -> tuple[list[float], list[float]]:
     """Seconds of forward and backward, and of the update, of each repetition after those that warm up."""
 
-    def once(epoch: int) -> tuple[float, float]:
+    ahead = Ahead(learner)
+
+    def once(number: int) -> tuple[float, float]:
         wait(device)
         start = time.perf_counter()
-        learner.train_record(meta, states, epoch)
+        ahead.train_record(meta, states, number % EPOCHS, then=(meta, (number + 1) % EPOCHS))
         wait(device)
         trained = time.perf_counter()
         result = learner.step(learner.sums(), LR)
@@ -147,11 +158,15 @@ def _time(
         return trained - start, time.perf_counter() - trained
 
     for i in range(WARM[device.type]):
-        once(i % EPOCHS)
+        once(i)
     times: list[tuple[float, float]] = []
     begun = time.perf_counter()
     while not options.enough(len(times), time.perf_counter() - begun):
-        times.append(once(len(times) % EPOCHS))
+        times.append(once(len(times)))
+    if options.profile is not None:
+        with profiled(Path(options.profile), f"step-{name}"):
+            for number in range(PROFILED):
+                once(number)
     return [step for step, _ in times], [update for _, update in times]
 
 

@@ -5,13 +5,14 @@ constant or non-finite states are refused, with the worker's name, rather than t
 looked at once for NaN and infinity (two integer maxima, no copy), some tokens of every row for zeros and constants.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..common.batch import BatchId
 from ..common.plan import Plan
-from ..common.record import RecordInvalid, RecordMeta, read_meta
+from ..common.record import FP8, RecordInvalid, RecordMeta, read_meta, scales_offset
 from ..common.rows import Rows
 
 SAMPLED_TOKENS = 128  # beside the first and the last token of every row
@@ -49,6 +50,7 @@ _FLOATS = {
     "bfloat16": _Float(np.int16, np.uint16, 0x7F80),
     "float16": _Float(np.int16, np.uint16, 0x7C00),
     "float32": _Float(np.int32, np.uint32, 0x7F800000),
+    FP8: _Float(np.int8, np.uint8, 0x7F),  # no infinity; this pattern is NaN
 }
 
 
@@ -107,18 +109,30 @@ class RecordCheck:
 def check_states(states: memoryview, meta: RecordMeta) -> None:
     """Refuse states [planes, T, H] that are non-finite anywhere, or zero or constant in a sampled token.
 
+    Of float8 states also scales that are no positive number.
+
     Raises:
         RecordRefused: naming layer, token and row.
     """
     form = _FLOATS[meta.dtype]
     shape = (meta.planes, len(meta.tokens), meta.hidden_size)
-    if len(states) != np.prod(shape) * np.dtype(form.unsigned).itemsize:
+    if len(states) != meta.states_bytes:
         raise RecordRefused(f"{len(states)} bytes of states do not hold {shape} of {meta.dtype}")
-    bits = np.frombuffer(states, form.unsigned).reshape(shape)
+    if meta.dtype == FP8:
+        _check_scales(states, meta)
+    bits = np.frombuffer(states, form.unsigned, math.prod(shape)).reshape(shape)
     sampled = _sampled(meta)
     for plane in range(meta.planes):
         _check_finite(bits[plane], form, meta, plane)
         _check_alive(bits[plane, sampled], sampled, form, meta, plane)
+
+
+def _check_scales(states: memoryview, meta: RecordMeta) -> None:
+    scales = np.frombuffer(states, np.float32, offset=scales_offset(*meta.states_shape)).reshape(meta.planes, -1)
+    bad = ~(np.isfinite(scales) & (scales > 0))
+    if bad.any():
+        plane, token = (int(index) for index in np.argwhere(bad)[0])
+        raise RecordRefused(f"{_where(meta, plane, token)} are not finite (scale {scales[plane, token]})")
 
 
 def _check_finite(bits: np.ndarray, form: _Float, meta: RecordMeta, plane: int) -> None:

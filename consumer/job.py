@@ -52,7 +52,7 @@ class RankJob:
         return Expected(
             fingerprint=Fingerprint(self.fingerprint).digest,
             layer_ids=tuple(self.layer_ids),
-            dtype=run.target.dtype,
+            dtype=run.record_dtype,
             hidden_size=self.hidden_size,
             last_hidden="before_norm" if run.target.last_hidden else "none",
         )

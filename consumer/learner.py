@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ..common.errors import ConfigError, PacelineError
 from ..common.footprint import HEAD_CHUNK
-from ..common.record import ITEM_BYTES, RecordMeta
+from ..common.record import FP8, RecordMeta
 from ..common.runfile import RunFile
 from ..common.target import FrozenHead, as_dtype, compute_dtype
 from ..common.target_info import TargetInfo
@@ -60,7 +60,7 @@ from .objective import (
 )
 from .optim import MasterWeights, build_optimizer, copy_strictly
 from .start import first_drafter
-from .transfer import StateReader, view_states
+from .transfer import StateReader, view_scales, view_states
 
 log = logging.getLogger(__name__)
 
@@ -259,9 +259,10 @@ class DFlashLearner:
     ) -> Iterator[_States]:
         """Hidden states of the first `needed` tokens of each micro-batch."""
         view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
+        scales = view_scales(states, meta.states_shape) if meta.dtype == FP8 else None
         spans = [(rows.start, rows.start + count) for rows, count in zip(micros, needed, strict=True)]
         last = self._objective.needs_target
-        for features, hidden in self._reader.features(view, len(meta.layer_ids), spans, last=last):
+        for features, hidden in self._reader.features(view, len(meta.layer_ids), spans, last=last, scales=scales):
             with torch.no_grad():
                 normed = None if hidden is None else self._norm(hidden)
             yield _States(features, normed)
@@ -359,12 +360,12 @@ class DFlashLearner:
             tokens=np.zeros(size, np.int32),
             mask=np.ones(size, np.uint8),
             layer_ids=self.config.target_layer_ids,
-            dtype=run.target.dtype,
+            dtype=run.record_dtype,
             hidden_size=self.config.hidden_size,
             last_hidden="before_norm" if run.target.last_hidden else "none",
             fingerprint=0,
         )
-        states = bytearray(math.prod(meta.states_shape) * ITEM_BYTES[meta.dtype])
+        states = bytearray(meta.states_bytes)
         try:
             self.train_record(meta, memoryview(states), EVAL_EPOCH)
         except torch.OutOfMemoryError as error:

@@ -25,6 +25,7 @@ from ..common.plan import Plan, plan_from
 from ..common.record import RecordMeta
 from ..common.rows import Rows
 from ..common.runfile import RunFile
+from ..common.timeline import Steps
 from .check import RecordCheck
 from .checkpoint import load_state
 from .group import Group, LocalGroup, TorchGroup
@@ -64,6 +65,7 @@ class DFlash:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._locked: set[int] = set()  # addresses of page-locked rings
+        self._profile = Steps.from_environment(f"rank{job.rank}")
         self._torch, self._lr_at, self._summary, self._transfer = torch, optim.lr_at, losses.Summary.of, transfer
         info = target_info(run.target.path, run.target.trust_remote_code)
         resumed = None if job.checkpoint is None else Path(job.checkpoint)
@@ -80,6 +82,8 @@ class DFlash:
     def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
         lr = self._lr_at(step, total_steps, self._settings)
         result = self._learner.step(total, lr)
+        if self._profile is not None:
+            self._profile.step_done()
         return result.finite, {"lr": lr, "grad_norm": result.grad_norm, **_metrics(result.summary)}
 
     def eval_metrics(self, total: NDArray[np.float64]) -> dict[str, Any]:

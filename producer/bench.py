@@ -14,8 +14,8 @@ import torch
 from ..common.batch import BatchId, Kind
 from ..common.dataset import prepared_rows
 from ..common.plan import plan_from
+from ..common.record import states_bytes
 from ..common.runfile import load
-from ..common.target import as_dtype
 from ..common.target_info import resolve_layer_ids, target_info
 from .capture import TargetSource
 
@@ -31,8 +31,8 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     rows = prepared_rows(run)
     plan = plan_from(run, rows)
     source = TargetSource.load(run, info, layers, device)
-    each = (len(layers) + run.target.last_hidden) * info.hidden_size * as_dtype(run.target.dtype).itemsize
-    size = run.stream.token_budget * each
+    planes = len(layers) + run.target.last_hidden
+    size = states_bytes(planes, run.stream.token_budget, info.hidden_size, run.record_dtype)
     with mmap.mmap(-1, size) as buffer:
         view = torch.frombuffer(buffer, dtype=torch.uint8)
         view.zero_()
@@ -45,7 +45,10 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
         done, tokens, begun = 0, 0, time.perf_counter()
         while done < WARM + 2 or time.perf_counter() - begun < seconds:
             ids, offsets = batches[done % len(batches)]
-            with memoryview(buffer) as whole, whole[: len(ids) * each] as out:
+            with (
+                memoryview(buffer) as whole,
+                whole[: states_bytes(planes, len(ids), info.hidden_size, run.record_dtype)] as out,
+            ):
                 source.record(ids, offsets, out, lambda: None)
             done, tokens = done + 1, tokens + len(ids)
             if done == WARM:

@@ -2,6 +2,7 @@
 
     transformers       all layers of the decoder, one padded batch of full rows, its own attention, output hooks
     full, chat         the worker's target: layers up to the last recorded one, packed rows, states dropped
+    ..., eager         the same without torch.compile, where the run's target is compiled
     ..., ring          the same rows as records in a ring that is drained at once, as a worker makes them
 
 common/bench_parts.py calls it. Every repetition waits for the device, as a worker does at the end of a record.
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..common.bench_parts import TargetOptions, chat_lengths
 from ..common.fingerprint import Fingerprint
@@ -28,10 +28,12 @@ from ..common.ring import Ring, RingReader
 from ..common.runfile import RunFile, load
 from ..common.target import Target
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
+from ..common.timeline import profiled
 from .capture import TargetSource
 
 WARM = 3  # repetitions that do not count
 SLOTS = 3
+PROFILED = 3  # repetitions in a profile
 
 
 class Rows(NamedTuple):
@@ -52,11 +54,30 @@ def measure(run_path: str, options: TargetOptions) -> dict[str, Any]:
     layers = resolve_layer_ids(run, info)
     rows = {kind: make_rows(kind, options, info) for kind in ("full", *options.kinds)}
     found = {"transformers": _transformers(run, info, layers, rows["full"], options)}
+    _free()
+    if _compiles(run, options):
+        eager = TargetSource.load(
+            load(run_path, [*options.settings, "target.compile=false"]), info, layers, options.device
+        )
+        for kind in options.kinds:
+            found[f"{kind}, eager"] = _alone(eager, layers, rows[kind], f"{kind}-eager", options)
+        del eager
+        _free()
     source = TargetSource.load(run, info, layers, options.device)
     for kind in options.kinds:
-        found[kind] = _alone(source, layers, rows[kind], options)
-        found[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], options)
+        found[kind] = _alone(source, layers, rows[kind], kind, options)
+        found[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], f"{kind}-ring", options)
     return found
+
+
+def _free() -> None:
+    """One target's memory is for the next."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _compiles(run: RunFile, options: TargetOptions) -> bool:
+    return run.target.compile is True or (run.target.compile == "auto" and options.device.startswith("cuda"))
 
 
 def make_rows(kind: str, options: TargetOptions, info: TargetInfo) -> Rows:
@@ -89,14 +110,12 @@ def _transformers(
         target.decoder(input_ids=ids, use_cache=False)
         taken.clear()
 
-    found = _arm(target, rows, str(target.decoder.config._attn_implementation), forward, options)
-    del target, forward
-    gc.collect()
-    torch.cuda.empty_cache()
-    return found
+    return _arm(target, rows, str(target.decoder.config._attn_implementation), forward, "transformers", options)
 
 
-def _alone(source: TargetSource, layers: Sequence[int], rows: Rows, options: TargetOptions) -> dict[str, Any]:
+def _alone(
+    source: TargetSource, layers: Sequence[int], rows: Rows, name: str, options: TargetOptions
+) -> dict[str, Any]:
     tokens, offsets = torch.from_numpy(rows.tokens), rows.cu_seqlens.tolist()
     target = source.target
     return _arm(
@@ -104,12 +123,13 @@ def _alone(source: TargetSource, layers: Sequence[int], rows: Rows, options: Tar
         rows,
         source.mode,
         lambda: target.forward_states(tokens, offsets, layers, lambda *_: None),
+        name,
         options,
     )
 
 
 def _streaming(
-    source: TargetSource, run: RunFile, layers: Sequence[int], rows: Rows, options: TargetOptions
+    source: TargetSource, run: RunFile, layers: Sequence[int], rows: Rows, name: str, options: TargetOptions
 ) -> dict[str, Any]:
     """Records into a ring whose reader frees each as soon as it is there."""
     lengths = rows.lengths
@@ -120,7 +140,7 @@ def _streaming(
         tokens=rows.tokens,
         mask=np.ones(len(rows.tokens), np.uint8),
         layer_ids=tuple(layers),
-        dtype=run.target.dtype,
+        dtype=run.record_dtype,
         hidden_size=source.info.hidden_size,
         last_hidden="none",
         fingerprint=1,
@@ -150,15 +170,20 @@ def _streaming(
             reader.release(slot.index, slot.seq)
 
         try:
-            found = _arm(source.target, rows, source.mode, record, options)
-            return found | {"checksum_s": summing[-len(found["batch_s"]) :], "record_bytes": length}
+            found = _arm(source.target, rows, source.mode, record, name, options)
+            return found | {
+                "checksum_s": summing,
+                "record_bytes": length,
+            }
         finally:
             source.close()
             reader.close()
             ring.close()
 
 
-def _arm(target: Target, rows: Rows, runs: str, once: Callable[[], object], options: TargetOptions) -> dict[str, Any]:
+def _arm(
+    target: Target, rows: Rows, runs: str, once: Callable[[], object], name: str, options: TargetOptions
+) -> dict[str, Any]:
     """Seconds of each repetition after those that warm up."""
     cuda = target.device.type == "cuda"
 
@@ -177,20 +202,24 @@ def _arm(target: Target, rows: Rows, runs: str, once: Callable[[], object], opti
     begun = time.perf_counter()
     while not options.enough(len(times), time.perf_counter() - begun):
         times.append(timed())
+    peak = torch.cuda.max_memory_allocated(target.device) if cuda else None
+    if options.profile is not None:
+        with profiled(Path(options.profile), f"target-{name}"):
+            for _ in range(PROFILED):
+                timed()
     return {
         "batch_s": times,
         "tokens": len(rows.tokens),
         "flops": count_flops(target, rows.lengths),
-        "peak_bytes": torch.cuda.max_memory_allocated(target.device) if cuda else None,
+        "peak_bytes": peak,
         "runs": runs,
     }
 
 
 def count_flops(target: Target, lengths: Sequence[int]) -> int:
     """Model FLOPs of one forward over rows of these lengths by the layers that were loaded."""
-    weights = sum(
-        module.weight.numel() for layer in target.layers for module in layer.modules() if isinstance(module, nn.Linear)
-    )
+    linear = (module for layer in target.layers for module in layer.modules() if hasattr(module, "out_features"))
+    weights = sum(int(module.in_features * module.out_features) for module in linear)  # nn.Linear, and in fp8
     kinds = getattr(target.decoder.config.get_text_config(decoder=True), "layer_types", None)
     kinds = kinds or ["full_attention"] * len(target.layers)
     attending = sum(kind in ("full_attention", "sliding_attention") for kind in kinds[: len(target.layers)])

@@ -8,6 +8,7 @@ Used by `worker.py` only, which never imports torch itself.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +17,17 @@ import torch
 from torch import Tensor
 
 from ..common.errors import ConfigError
+from ..common.record import FP8_MAX, scales_offset
 from ..common.runfile import RunFile
 from ..common.target import Target, as_dtype
 from ..common.target_info import TargetInfo
+from ..common.timeline import Steps
 from .compiled import CompiledLayers
 from .fp8 import check_fp8, use_fp8
 
 log = logging.getLogger(__name__)
 
+SMALLEST = 2.0**-126  # scale: of a token of zeros
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 _WARM_UP_TOKENS = 64  # on the CPU, where a large batch would only take long
 
@@ -47,6 +51,7 @@ class TargetSource:
         self._last_hidden = last_hidden
         self._registered: int | None = None
         self._compiled = compiled
+        self._profile = Steps.from_environment(f"worker-{target.device.type}{target.device.index or 0}")
         self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
 
     @classmethod
@@ -72,7 +77,7 @@ class TargetSource:
         if gpu if wanted == "auto" else wanted:
             compiled = CompiledLayers(run.stream.token_budget if gpu else 0, run.data.max_length)
         target.self_check(pack=run.workers.pack == "auto", faster=compiled)
-        source = cls(target, layer_ids, run.target.dtype, run.target.last_hidden, compiled)
+        source = cls(target, layer_ids, run.record_dtype, run.target.last_hidden, compiled)
         source.warm_up(run.stream.token_budget, run.data.max_length)
         return source
 
@@ -124,17 +129,27 @@ class TargetSource:
             ) from None
 
     def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
-        """Writes the states of a batch to `out`, [planes, T, H] of the recorded dtype; complete on return.
+        """Writes the states of a batch to `out`, [planes, T, H] of the recorded dtype and float8's scales; complete on
+        return.
 
         tokens int32 [T], cu_seqlens int32 [R+1]. `progress` is called as layers finish. Returns whether all states
         are finite. Copies under way are waited for even when the forward is interrupted.
         """
-        view = torch.frombuffer(out, dtype=self._dtype).view(self._planes, len(tokens), self.info.hidden_size)
+        shape = (self._planes, len(tokens), self.info.hidden_size)
+        view = torch.frombuffer(out, dtype=self._dtype, count=math.prod(shape)).view(shape)
+        scales = None
+        if self._dtype == torch.float8_e4m3fn:
+            scales = torch.frombuffer(out, dtype=torch.float32, offset=scales_offset(*shape)).view(shape[:2])
         total = torch.zeros((), device=self._target.device)
 
         def sink(plane: int, states: Tensor, first: int) -> None:
             nonlocal total
-            self._copy(view[plane, first : first + len(states)], states)
+            if scales is None:
+                self._copy(view[plane, first : first + len(states)], states)
+            else:
+                eight, by = quantised(states)
+                self._copy(view[plane, first : first + len(states)], eight)
+                self._copy(scales[plane, first : first + len(states)], by)
             total = total + states.sum(dtype=torch.float32)  # NaN and infinity carry over
             progress()
 
@@ -147,6 +162,8 @@ class TargetSource:
                 self._copies.record_event().synchronize()
         if self._compiled is not None:
             self._compiled.watch(len(tokens))
+        if self._profile is not None:
+            self._profile.step_done()
         return bool(torch.isfinite(total))
 
     def _copy(self, out: Tensor, states: Tensor) -> None:
@@ -157,6 +174,16 @@ class TargetSource:
         with torch.cuda.stream(self._copies):
             out.copy_(states, non_blocking=True)
         states.record_stream(self._copies)  # its memory is not used again before the copy is done
+
+
+def quantised(states: Tensor) -> tuple[Tensor, Tensor]:
+    """States [t, H] as float8 (e4m3) and the float32 scale [t] of each token, its largest magnitude by 448.
+
+    A state comes back within a sixteenth of itself, or within 2^-10 scales where it is smaller than 2^-6 of them. The
+    scale of a token that is not finite is not finite either.
+    """
+    scale = states.abs().amax(-1).float().div_(FP8_MAX).clamp_min_(SMALLEST)
+    return (states.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
 def _cudart() -> Any:

@@ -5,7 +5,7 @@ that are there already, of whichever run, worker or epoch. So the first epoch re
 (where targets are the bottleneck and disks are not), and a benchmark or a second run is fed without a target.
 
     FOLDER/<key>/meta.json            what the states are of: target, layers, dtype
-    FOLDER/<key>/<worker>-<time>.states    rows end to end, each [planes, t, H] as in a ring's slot
+    FOLDER/<key>/<worker>-<time>.states    rows end to end, each [planes, t, H] as in a ring's slot, and scales if any
     FOLDER/<key>/<worker>-<time>.index     an entry a row, 64 bytes, written after its states
 
 A row is found by its tokens, so neither packing nor the order of rows matters. Only its writer appends to a pair of
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..common.errors import ConfigError
-from ..common.record import ITEM_BYTES, checksum
+from ..common.record import FP8, SCALE_BYTES, checksum, scales_offset, token_bytes
 from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.space import free_bytes, size_text
@@ -77,7 +77,7 @@ class StateKind:
     @classmethod
     def of(cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int]) -> "StateKind":
         last = run.target.last_hidden
-        return cls(info.identity, tuple(layer_ids), last, run.target.dtype, info.hidden_size)
+        return cls(info.identity, tuple(layer_ids), last, run.record_dtype, info.hidden_size)
 
     @property
     def planes(self) -> int:
@@ -85,7 +85,7 @@ class StateKind:
 
     @property
     def token_bytes(self) -> int:
-        return self.planes * self.hidden_size * ITEM_BYTES[self.dtype]
+        return token_bytes(self.planes, self.hidden_size, self.dtype)
 
     @property
     def name(self) -> str:
@@ -277,11 +277,18 @@ class RecordingSource:
         return True
 
     def _planes(self, out: memoryview, tokens: int, start: int, stop: int) -> list[memoryview]:
-        """A row's bytes in each plane of a record's states [planes, T, H]."""
+        """A row's bytes in each plane of a record's states [planes, T, H], then in each plane of their scales."""
         kind = self._recording.kind
-        each = kind.token_bytes // kind.planes
         data = out.cast("B")
-        return [data[(plane * tokens + start) * each : (plane * tokens + stop) * each] for plane in range(kind.planes)]
+
+        def parts(data: memoryview, each: int) -> list[memoryview]:
+            lines = [plane * tokens for plane in range(kind.planes)]
+            return [data[(line + start) * each : (line + stop) * each] for line in lines]
+
+        if kind.dtype != FP8:
+            return parts(data, kind.token_bytes // kind.planes)
+        scales = data[scales_offset(kind.planes, tokens, kind.hidden_size) :]
+        return parts(data, kind.hidden_size) + parts(scales, SCALE_BYTES)
 
 
 def recording_source(

@@ -198,7 +198,7 @@ class RecordSpec:
     def of(cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int], fingerprint: Fingerprint) -> "RecordSpec":
         last = "before_norm" if run.target.last_hidden else "none"
         budget = run.stream.token_budget
-        return cls(tuple(layer_ids), run.target.dtype, info.hidden_size, last, fingerprint, budget)
+        return cls(tuple(layer_ids), run.record_dtype, info.hidden_size, last, fingerprint, budget)
 
     @property
     def planes(self) -> int:

@@ -207,3 +207,16 @@ def test_wrong_mask_token_keeps_its_exit_code(run: RunFile, start: Start, tmp_pa
     wrong = run.model_copy(update={"drafter": run.drafter.model_copy(update={"mask_token_id": 100000})})
     assert start(wrong, "consumer").wait(PATIENCE) == 78, log(tmp_path)
     assert "mask" in log(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_on_eight_bit_states(run: RunFile, undisturbed: RunFile, start: Start, tmp_path: Path):
+    """Its losses are near those of the states as they are, and not the same."""
+    stream = run.stream.model_copy(update={"payload": "fp8"})
+    rounded = run.model_copy(update={"stream": stream})
+    worker, trainer = start(rounded, "producer"), start(rounded, "consumer")
+    assert trainer.wait(PATIENCE) == 0, log(tmp_path)
+    assert worker.wait(PATIENCE) == 0, log(tmp_path)
+    audited(rounded)
+    expected, found = ([loss for _, loss, _ in steps(one)] for one in (undisturbed, rounded))
+    assert found == pytest.approx(expected, rel=0.02) and found != expected

@@ -41,6 +41,7 @@ def test_equal_inputs_give_equal_fingerprints():
         {"data__max_length": 1024},
         {"trainer__seed": 1},
         {"stream__packer": "sequential"},
+        {"stream__payload": "fp8"},
         {"data__held_out": 8},
         {"trainer__batches_per_step": 2},
         {"data__files": [{"path": "chats.jsonl", "weight": 0.5}]},
