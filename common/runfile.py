@@ -181,6 +181,11 @@ class TrainerSettings(Section):
     dtype: Dtype = Field(
         default="bfloat16", description="Compute dtype of the drafter; masters and optimiser are float32"
     )
+    fp8: bool = Field(
+        default=False,
+        description="The drafter's forward and input-gradient matmuls in fp8 (e4m3), on GPUs that have it; weight "
+        "gradients and the head stay in dtype",
+    )
     batches_per_step: PositiveInt = Field(
         default=1, description="Whole batches in an optimiser step, over all ranks (G)"
     )

@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn import functional as F
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from ..common.errors import ConfigError
 from ..common.runfile import RunFile
 from ..common.target_info import TargetInfo
+from .linears import DraftLinear, DraftMLP
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -286,10 +287,10 @@ class DraftAttention(nn.Module):
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.head_dim = dim
         self.window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-        self.q_proj = nn.Linear(config.hidden_size, heads * dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads * dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads * dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = DraftLinear(config.hidden_size, heads * dim, bias=config.attention_bias)
+        self.k_proj = DraftLinear(config.hidden_size, kv_heads * dim, bias=config.attention_bias)
+        self.v_proj = DraftLinear(config.hidden_size, kv_heads * dim, bias=config.attention_bias)
+        self.o_proj = DraftLinear(heads * dim, config.hidden_size, bias=config.attention_bias)
         self.q_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
 
@@ -313,7 +314,7 @@ class DraftLayer(nn.Module):
     def __init__(self, config: DrafterConfig, qwen3: Qwen3Config, layer: int) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config, layer)
-        self.mlp = Qwen3MLP(qwen3)
+        self.mlp = DraftMLP(qwen3)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -376,7 +377,7 @@ class Drafter(nn.Module):
         self.config = config
         self.layers = nn.ModuleList([DraftLayer(config, qwen3, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.fc = nn.Linear(config.features, config.hidden_size, bias=False)
+        self.fc = DraftLinear(config.features, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = PlainRope(qwen3)
         self._parts = PLAIN_PARTS

@@ -38,6 +38,7 @@ from .drafter import (
     check_mask_token,
     pad_token_id,
 )
+from .linears import DraftMLP, check_fp8, use_fp8
 from .losses import (
     SCALARS,
     Scored,
@@ -177,12 +178,23 @@ class DFlashLearner:
         self._chunk = HEAD_CHUNK[self.device.type]
         self._objective = Objective.of(run.objective)
         self.weights = MasterWeights(self.drafter, dtype=dtype, device=self.device)
+        self._join()
+        if run.trainer.fp8:
+            check_fp8(self.device)
+            use_fp8(self.drafter)
         self._optimizer = build_optimizer(self.weights, run.optimizer)
         self._reader = StateReader(self.device, dtype)
         if self.device.type == "cuda":
             self.drafter.compile_parts()
         self._ahead: dict[tuple[int, int], tuple[list[_Rows], list[Blocks]]] = {}  # by batch and epoch
         self._sums = torch.zeros(sums_size(self.config.block_size), dtype=torch.float64, device=self.device)
+
+    def _join(self) -> None:
+        """Gate's and up's products become one: fewer, larger, and the input's gradient is summed within it."""
+        for name, module in self.drafter.named_modules():
+            if isinstance(module, DraftMLP):
+                parts = [f"{name}.{part}.weight" for part in ("gate_proj", "up_proj")]
+                module.joint = (self.weights.joined(parts),)
 
     # Records
 

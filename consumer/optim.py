@@ -10,7 +10,7 @@ publishing the new weights is one cast.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,22 @@ class MasterWeights:
         sizes = [shape.numel() for shape in self._shapes.values()]
         parts = zip(self._shapes.items(), flat.split(sizes), strict=True)
         return {name: part.view(shape) for (name, shape), part in parts}
+
+    def joined(self, names: Sequence[str]) -> nn.Parameter:
+        """One parameter on the memory of matrices that lie side by side here, [Σ rows, columns]; backward through it
+        adds to their gradients. ValueError for others."""
+        order = list(self._shapes)
+        first = order.index(names[0])
+        shapes = [self._shapes[name] for name in names]
+        if order[first : first + len(names)] != list(names) or len({shape[1:] for shape in shapes}) > 1:
+            raise ValueError(f"{', '.join(names)} do not lie side by side")
+        start = sum(self._shapes[name].numel() for name in order[:first])
+        size = sum(shape.numel() for shape in shapes)
+        both = (flat[start : start + size].view(-1, shapes[0][1]) for flat in (self.compute, self.gradients))
+        weights, gradient = both
+        parameter = nn.Parameter(weights)
+        parameter.register_post_accumulate_grad_hook(_adder(gradient))
+        return parameter
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -16,37 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import ConfigError
-from ..common.target import Target, first_line
+from ..common.target import FP8_CAPABILITY, Target, first_line, quantise, scaled_matmul
 
-__all__ = ["Fp8Linear", "check_fp8", "plain_scaled_matmul", "quantise", "scaled_matmul", "use_fp8"]
+__all__ = ["Fp8Linear", "check_fp8", "use_fp8"]
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-CAPABILITY = (8, 9)  # first compute capability with fp8 matmuls
 ALIGNED = 16  # both sizes of a weight must be multiples of it
 KEPT = ("gate", "router")  # a mixture's choice of experts, which engines keep in the model's own dtype
-
-
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values [R, K] and float32 scales [R, 1] of a matrix [R, K]; their product is the matrix, rounded."""
-    largest = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = largest.clamp_min(1e-12) / LARGEST
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
-
-
-def scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, N] of quantised x [T, K] with scales [T, 1] and weight [N, K] with scales [N, 1]."""
-    if not x.is_cuda:
-        return plain_scaled_matmul(x, x_scale, weight, weight_scale, dtype)
-    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        x, weight.t(), scale_a=x_scale, scale_b=weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return product.to(dtype)
-
-
-def plain_scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scaled_matmul` on the values that the quantised ones stand for, in float32."""
-    return ((x.float() * x_scale) @ (weight.float() * weight_scale).t()).to(dtype)
 
 
 class Fp8Linear(nn.Module):
@@ -72,8 +47,8 @@ class Fp8Linear(nn.Module):
 def check_fp8(device: str) -> None:
     """ConfigError unless `device` is a GPU with fp8 matmuls that torch can use."""
     wanted = torch.device(device)
-    if wanted.type != "cuda" or torch.cuda.get_device_capability(wanted) < CAPABILITY:
-        least = ".".join(map(str, CAPABILITY))
+    if wanted.type != "cuda" or torch.cuda.get_device_capability(wanted) < FP8_CAPABILITY:
+        least = ".".join(map(str, FP8_CAPABILITY))
         raise ConfigError(f"target.fp8: {device} has no fp8 matmuls; they need a GPU of compute capability {least}")
     try:
         Fp8Linear(nn.Linear(64, 32, bias=False, device=wanted, dtype=torch.bfloat16))(

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from drafting import CONFIG, make_drafter
 from paceline.common import paths
 from paceline.common.errors import ConfigError
 from paceline.common.footprint import layer_weights, target_weights, worker_parts
 from paceline.common.runfile import RunFile
-from paceline.common.target import Target
+from paceline.common.target import Target, plain_scaled_matmul, quantise, scaled_matmul
 from paceline.common.target_info import target_info
+from paceline.consumer import linears
 from paceline.producer.capture import TargetSource
-from paceline.producer.fp8 import Fp8Linear, plain_scaled_matmul, quantise, scaled_matmul, use_fp8
+from paceline.producer.fp8 import Fp8Linear, use_fp8
 from torch import nn
 
 # A value rounded to 3 bits of mantissa is off by at most 2^-4 of itself, and by 2.6 % in root mean square; a product of
@@ -146,3 +148,38 @@ def test_an_fp8_target_on_a_gpu(make_tiny_target, compiled, tmp_path, monkeypatc
         assert source.record(tokens.numpy().astype(np.int32), np.array(rows, np.int32), out, lambda: None)
         states[fp8] = torch.frombuffer(out, dtype=torch.bfloat16).view(2, -1, 64).float()
     assert 0.005 < relative(states[True][0], states[False][0]) < 0.1
+
+
+# The drafter's
+
+
+def test_a_drafters_fp8_product_and_its_gradients():
+    """Forward and input gradient are off by the format's error, row by row; the weight gradient is exact."""
+    x, weight, slope = draw(48, 64), draw(96, 64, seed=1), draw(48, 96, seed=2)
+    leaves = [[t.clone().requires_grad_() for t in (x, weight)] for _ in range(2)]
+    found, wanted = (linears.linear(*pair, None, fp8) for pair, fp8 in zip(leaves, (True, False), strict=True))
+    assert PRODUCT / 2 < relative(found.detach(), wanted.detach()) < 1.5 * PRODUCT
+    for product in (found, wanted):
+        (product * slope).sum().backward()
+    (dx, dw), (plain_dx, plain_dw) = ([leaf.grad for leaf in pair] for pair in leaves)
+    assert PRODUCT / 2 < relative(dx, plain_dx) < 1.5 * PRODUCT
+    torch.testing.assert_close(dw, plain_dw)
+
+
+def test_layers_of_a_drafter_that_run_in_fp8():
+    drafter = make_drafter(CONFIG)
+    assert not any(getattr(module, "fp8", False) for module in drafter.modules())
+    linears.use_fp8(drafter)
+    sizes = {
+        name: all(size % 16 == 0 for part in module.parameters() for size in part.shape)
+        for name, module in drafter.named_modules()
+        if isinstance(module, linears.DraftLinear | linears.DraftMLP)
+    }
+    assert sizes
+    for name, aligned in sizes.items():
+        assert drafter.get_submodule(name).fp8 == aligned, name
+
+
+def test_a_drafter_in_fp8_needs_a_gpu_that_has_it():
+    with pytest.raises(ConfigError, match=r"trainer\.fp8: cpu has no fp8"):
+        linears.check_fp8(torch.device("cpu"))

@@ -16,6 +16,7 @@ from paceline.consumer.anchors import chain_starts, draw_anchors
 from paceline.consumer.blocks import default_gamma
 from paceline.consumer.drafter import ContextCache
 from paceline.consumer.learner import DFlashLearner, build_learner, drafter_dtype, micro_batches
+from paceline.consumer.linears import DraftMLP
 from paceline.consumer.losses import Summary
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
@@ -368,9 +369,24 @@ def test_what_was_prepared_ahead_is_used_and_changes_nothing(whole, monkeypatch)
     torch.testing.assert_close(mean_gradient([learner]), whole[0])
 
 
+def test_joined_projections_change_nothing(whole):
+    plain = make_learner(trainer={"micro_tokens": 1000})
+    for module in plain.drafter.modules():
+        if isinstance(module, DraftMLP):
+            assert module.joint
+            module.joint = ()
+    train(plain, (0, 1, 2, 3, 4))
+    torch.testing.assert_close(mean_gradient([plain]), whole[0])
+
+
 def test_float16_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
         drafter_dtype("float16", torch.device("cpu"))
+
+
+def pinned(rows):
+    """A record's states in page-locked memory, from which a copy is asynchronous."""
+    return memoryview(torch.frombuffer(bytearray(rows.memory()), dtype=torch.uint8).pin_memory().numpy())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -381,10 +397,11 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
         train(learner, group)
         learner.step(learner.sums(), 1e-3)
     graphs = dict(counters["stats"])
+    records = [(ROWS.pick(*g).meta([IDS[row] for row in g]), pinned(ROWS.pick(*g))) for g in ((1, 4), (2,), (0, 3, 4))]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for group in ((1, 4), (2,), (0, 1, 2, 3, 4)):
-            train(learner, group, epoch=2)
+        for meta, states in records:
+            learner.train_record(meta, states, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counters["stats"]["unique_graphs"] == graphs["unique_graphs"]

@@ -198,3 +198,23 @@ def test_the_state_of_another_optimiser_is_refused(module):
     weights = MasterWeights(module, dtype=torch.float32, device="cpu")
     with pytest.raises(PacelineError, match=r"optimiser state does not fit this drafter: exp_avg.* missing"):
         MasterAdamW(weights, DEFAULTS).load_state_dict(build_optimizer(weights, MUON).state_dict())
+
+
+def test_matrices_side_by_side_are_one_parameter():
+    """Its values are theirs, also after an update, and its gradient is added to theirs."""
+    module = nn.Module()
+    for name, shape in (("a", (3, 4)), ("b", (5, 4)), ("c", (4,)), ("d", (2, 2))):
+        module.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    weights = MasterWeights(module, dtype=torch.bfloat16, device="cpu")
+    joint = weights.joined(["a", "b"])
+    (joint * 2).sum().backward()
+    (module.a * 3).sum().backward()
+    views = weights.views(weights.gradients)
+    assert torch.equal(views["a"], torch.full((3, 4), 5.0)) and torch.equal(views["b"], torch.full((5, 4), 2.0))
+    assert joint.grad is None and not views["c"].any()
+    weights.masters.mul_(2)
+    weights.publish()
+    assert torch.equal(joint, torch.cat([module.a, module.b]))
+    for names in (["b", "a"], ["b", "d"], ["a", "d"]):
+        with pytest.raises(ValueError, match="side by side"):
+            weights.joined(names)
