@@ -286,7 +286,7 @@ def topology() -> Iterator[Check]:
     nodes = [node for node in Path("/sys/devices/system/node").glob("node[0-9]*") if node.is_dir()]
     text = f"{os.cpu_count()} CPUs, {max(1, len(nodes))} NUMA node{'s' if len(nodes) > 1 else ''}"
     pages = _chosen(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
-    todo = "keep worker and GPU on one node: numactl, or NUMAPolicy= in the unit" if len(nodes) > 1 else ""
+    todo = "workers and ranks go to their GPU's node by themselves (stream.numa)" if len(nodes) > 1 else ""
     yield Check("memory", "OK", f"{text}, huge pages of shared memory: {pages or 'unknown'}", todo)
 
 

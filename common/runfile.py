@@ -146,6 +146,11 @@ class StreamSettings(Section):
     )
     prefetch: PositiveInt = Field(default=4, description="Tokenised batches each worker holds ready (q_pre)")
     ring_dir: str = Field(default="/dev/shm/paceline", description="Where the runs' ring folders are")
+    numa: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: on a machine of several NUMA nodes workers and ranks run on the node of their GPU, and a "
+        "worker's ring lies there. off: where the kernel puts them",
+    )
     record_to: str | None = Field(
         default=None,
         description="Folder on a disk that keeps the states of every row, so that no row is computed twice",

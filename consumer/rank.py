@@ -21,6 +21,7 @@ from ..common import faults, paths
 from ..common.batch import Kind
 from ..common.errors import ConfigError, PacelineError
 from ..common.locks import FileLock, held_by
+from ..common.numa import bind_near
 from ..common.plan import Plan, plan_from
 from ..common.record import RecordMeta
 from ..common.rows import Rows
@@ -54,6 +55,8 @@ class DFlash:
 
     def __init__(self, job: RankJob, run: RunFile, rows: Rows):
         paths.share_compile_caches()
+        if run.stream.numa == "auto" and (placed := bind_near(job.device)):
+            log.info("rank %d: %s", job.rank, placed)
         import torch  # the first import of it in this process
 
         from ..common.target_info import target_info

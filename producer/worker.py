@@ -36,6 +36,7 @@ from ..common.errors import ConfigError, PacelineError
 from ..common.fingerprint import Fingerprint, run_fingerprint
 from ..common.finished import is_finished
 from ..common.notify import Patience, Watchdog, notify
+from ..common.numa import bind_near
 from ..common.record import RecordMeta, checksum, max_rows, record_bytes, slot_bytes, write_meta
 from ..common.ring import Ring, Slot, SlotState
 from ..common.rows import Rows
@@ -147,6 +148,8 @@ def _serve(run: RunFile, index: int, device: str | None, source: StateSource | N
     spec = RecordSpec.of(run, info, layer_ids, run_fingerprint(run, rows, info, layer_ids))
     devices = assign_devices(run).workers
     device = device or devices[index % len(devices)]
+    if run.stream.numa == "auto" and (placed := bind_near(device)):  # before the ring's pages are touched
+        log.info("%s: %s", name, placed)
     budget = run.stream.token_budget
     notify("STATUS=opening the ring")
     ring = Ring.open(
