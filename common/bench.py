@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -87,9 +88,10 @@ log_every = 10
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured. `seconds`: of each side alone; the pipeline runs `warm_up` seconds first, then as long."""
+    """What is measured: the pipeline for `seconds`, after `warm_up`; each side alone as long, or `alone_seconds`."""
 
     seconds: float = 60.0
+    alone_seconds: float | None = None
     warm_up: float = 60.0
     token_budget: int = 16384
     max_length: int = 3072
@@ -176,8 +178,9 @@ def bench_pipeline(
         run_path = _write_run(folder, model, rows, workers, ranks, gpus, options)
         run = load(run_path)
         if not alone:
-            console.print(f"target alone, trainer alone: {options.seconds:.0f} s each")
-            alone = {side: _alone(side, run_path, run, options.seconds) for side in ("producer", "consumer")}
+            seconds = options.alone_seconds or options.seconds
+            console.print(f"target alone, trainer alone: {seconds:.0f} s each")
+            alone = _both_alone(run_path, run, seconds, at_once=not place(workers, ranks, gpus)[2])
         console.print(f"pipeline {workers}-{ranks}: {options.warm_up:.0f} s to warm up, {options.seconds:.0f} s")
         with _profiling(None if profile is None else profile / f"{workers}-{ranks}", console):
             results.append(_pipeline(run_path, run, alone, place(workers, ranks, gpus)[2], options))
@@ -266,6 +269,13 @@ def _write_run(folder: Path, model: Path, rows: Path, workers: int, ranks: int, 
 
 
 # Each side alone
+
+
+def _both_alone(run_path: Path, run: RunFile, seconds: float, *, at_once: bool) -> dict[str, float]:
+    """`_alone` of both sides; at_once: where neither is on the other's device."""
+    sides = ("producer", "consumer")
+    with ThreadPoolExecutor(len(sides) if at_once else 1) as pool:
+        return dict(zip(sides, pool.map(lambda side: _alone(side, run_path, run, seconds), sides), strict=True))
 
 
 def _alone(side: str, run_path: Path, run: RunFile, seconds: float) -> float:

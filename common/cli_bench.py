@@ -80,6 +80,7 @@ _profile_option = click.option(
 )
 @click.option("--topology", "topologies", multiple=True, help="WORKERS-RANKS, may be repeated.  [default: 1-1]")
 @click.option("--seconds", default=60.0, show_default=True, help="Steady state that is measured.")
+@click.option("--alone-seconds", type=float, help="Of each side alone.  [default: --seconds]")
 @click.option("--warm-up", default=60.0, show_default=True, help="Seconds after the first step that do not count.")
 @click.option("--token-budget", default=16384, show_default=True, help="Tokens in a batch.")
 @click.option("--rows", type=click.Choice(["chat", "full"]), default="chat", show_default=True, help="Row lengths.")

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from ..common.errors import ConfigError, PacelineError
@@ -65,6 +66,7 @@ from .transfer import StateReader, view_scales, view_states
 
 log = logging.getLogger(__name__)
 
+WARM_STEPS = 3  # after which nothing should be compiled any more
 AHEAD = 4  # records whose blocks are kept; a rank holds two
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
 CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time
@@ -186,6 +188,7 @@ class DFlashLearner:
         self._reader = StateReader(self.device, dtype)
         if self.device.type == "cuda":
             self.drafter.compile_parts()
+        self._steps = self._graphs = 0
         self._ahead: dict[tuple[int, int], tuple[list[_Rows], list[Blocks]]] = {}  # by batch and epoch
         self._sums = torch.zeros(sums_size(self.config.block_size), dtype=torch.float64, device=self.device)
 
@@ -233,6 +236,7 @@ class DFlashLearner:
             context = self.drafter.project_context(found.features, self._context_positions(rows, len(found.features)))
             self._score(self._pack(rows, rows.anchors), context, len(rows.tokens), found.last)
             self._chain(rows, context)
+        self._graphs = counters["stats"]["unique_graphs"]  # an evaluation's are its own
 
     def _packed(self, meta: RecordMeta, epoch: int) -> tuple[list[_Rows], list[Blocks]]:
         micros = self._micro_batches(meta, epoch)
@@ -407,6 +411,7 @@ class DFlashLearner:
 
         A step without a scored slot changes nothing and is finite.
         """
+        self._watch_compiler()
         summary = Summary.of(total)
         finite = bool(np.isfinite(total).all())
         norm = 0.0
@@ -414,6 +419,14 @@ class DFlashLearner:
             norm = self._optimizer.step(lr, summary.weight)
         self.discard()
         return StepResult(finite and math.isfinite(norm), norm, summary)
+
+    def _watch_compiler(self) -> None:
+        """Warns of graphs that were compiled after the first steps: all sizes are symbols, so none should be."""
+        graphs = counters["stats"]["unique_graphs"]
+        self._steps += 1
+        if self._steps > WARM_STEPS and graphs > self._graphs:
+            log.warning("the drafter was compiled anew at the %dth step of this process", self._steps)
+        self._graphs = graphs
 
     def discard(self) -> None:
         """Drops the gradients and sums of an unfinished step, or an evaluation's sums."""

@@ -159,7 +159,7 @@ class _Landing:
                 self._read[i % 2].record(compute)
                 yield found
         finally:
-            self._stream.synchronize()
+            self._stream.record_event().synchronize()
 
     def _fill(self, side: int, states: Tensor, scales: Tensor | None, start: int, stop: int) -> None:
         with torch.cuda.stream(self._stream):

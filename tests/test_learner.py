@@ -379,6 +379,18 @@ def test_joined_projections_change_nothing(whole):
     torch.testing.assert_close(mean_gradient([plain]), whole[0])
 
 
+def test_compiling_in_the_middle_of_a_run_is_told(caplog):
+    learner = make_learner()
+    for step in range(6):
+        train(learner, (0, 1))
+        counters["stats"]["unique_graphs"] += step in (0, 4)  # the first is the warm-up's
+        learner.step(learner.sums(), 1e-3)
+    learner.eval_record(ROWS.meta(IDS), ROWS.memory())
+    assert [record.getMessage() for record in caplog.records] == [
+        "the drafter was compiled anew at the 5th step of this process"
+    ]
+
+
 def test_float16_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
         drafter_dtype("float16", torch.device("cpu"))
