@@ -203,6 +203,12 @@ class SocketGroup:
             _write_object(self._peers[0], rank)
 
     def all_gather(self, value: Any) -> list[Any]:
+        try:
+            return self._gather(value)
+        except OSError as error:  # of a peer that died with something unread
+            raise GroupError("the other rank is gone") from error
+
+    def _gather(self, value: Any) -> list[Any]:
         if self.rank == 0:
             values = [value, *(_read_object(peer) for peer in self._peers)]
             for peer in self._peers:
