@@ -67,7 +67,9 @@ def assign_devices(run: "RunFile", gpus: int | None = None) -> Devices:
 
     What the run file names is used in turn. Otherwise GPUs go one to each worker and one to each rank; where they are
     too few, ranks keep one each as long as the workers have one to share, then they share too. Without GPUs, cpu.
+    A worker of several GPUs has the one named and those after it (`shard_devices`).
     """
+    each = run.workers.gpus_per_worker
     single = False
     if gpus is None:
         gpus = gpu_count()
@@ -77,9 +79,18 @@ def assign_devices(run: "RunFile", gpus: int | None = None) -> Devices:
     if not workers:
         free = [name for name in names if name not in ranks] or names
         spare = len(free) - (0 if ranks else run.trainer.ranks)
-        workers = free[: max(1, min(run.workers.count, spare))] or ["cpu"]
+        workers = free[: each * max(1, min(run.workers.count, spare // each)) : each] or ["cpu"]
     if not ranks:
-        ranks = [name for name in names if name not in workers][: run.trainer.ranks] or names[-1:] or ["cpu"]
+        taken = {name for first in workers for name in shard_devices(run, first)}
+        ranks = [name for name in names if name not in taken][: run.trainer.ranks] or names[-1:] or ["cpu"]
     if single:
         workers, ranks = ([name if name == "cpu" else "cuda:0" for name in side] for side in (workers, ranks))
     return Devices(list(islice(cycle(workers), run.workers.count)), list(islice(cycle(ranks), run.trainer.ranks)))
+
+
+def shard_devices(run: "RunFile", first: str) -> list[str]:
+    """The devices of a worker that begins at `first`: that GPU and those after it; cpu as often."""
+    if first == "cpu":
+        return [first] * run.workers.gpus_per_worker
+    index = int(first.partition(":")[2] or 0)
+    return [f"cuda:{number}" for number in range(index, index + run.workers.gpus_per_worker)]

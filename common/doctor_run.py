@@ -165,12 +165,13 @@ def _start(run: "RunFile") -> Iterator[Check]:
 
 
 def _devices(run: "RunFile", torch: Mapping[str, Any]) -> Iterator[Check]:
-    from .devices import assign_devices
+    from .devices import assign_devices, shard_devices
 
     devices = assign_devices(run)
+    used = [*devices.ranks, *(name for first in devices.workers for name in shard_devices(run, first))]
     split = f"workers on {', '.join(devices.workers)}; ranks on {', '.join(devices.ranks)}"
     seen = len(torch.get("gpus", []))
-    numbers = {int(name.partition(":")[2] or 0) for name in (*devices.workers, *devices.ranks) if name != "cpu"}
+    numbers = {int(name.partition(":")[2] or 0) for name in used if name != "cpu"}
     if numbers and "error" not in torch and max(numbers) >= seen:
         text = f"{split}: torch sees {seen} GPUs"
         yield Check("devices", "FAIL", text, "correct workers.devices and trainer.devices, or CUDA_VISIBLE_DEVICES")

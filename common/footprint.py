@@ -130,13 +130,15 @@ def activation_bytes(shape: Shape, slots: int, tokens: int) -> int:
 
 
 def worker_parts(run: "RunFile", info: "TargetInfo", last_layer: int, device: str = "cuda") -> Parts:
-    """What one worker's device holds: the layers up to the last recorded one, and the forward of a full batch."""
+    """What each device of a worker holds: the layers up to the last recorded one, and the forward of a full batch."""
     tokens, item = run.stream.token_budget, ITEM_BYTES[run.target.dtype]
     weights = target_weights(info, last_layer) * item
     if run.target.fp8:
         weights -= layer_weights(info, last_layer) * (item - 1)
+    shards = run.workers.gpus_per_worker
+    weights -= layer_weights(info, last_layer) * item * (shards - 1) // shards
     # The widest moment is inside an MLP: residual, normed input, gate, up and their product, of all tokens.
-    activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * item
+    activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size // shards) * item
     context = CONTEXT if device == "cuda" else 0
     return Parts({"target's weights": weights, "activations": activations, "CUDA context": context})
 

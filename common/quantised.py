@@ -72,10 +72,42 @@ def _restore(model: nn.Module, dtype: torch.dtype) -> None:
             module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
             vars(module).pop("forward", None)  # which would round the weights each time anew
             if scheme.input_activations or scheme.output_activations:
-                module.forward = MethodType(_rounding_forward, module)
+                forward = _token_forwards().get(_plain(scheme), _rounding_forward)
+                module.forward = MethodType(forward, module)
     hook = getattr(model, "ct_decompress_hook", None)
     if hook is not None:
         hook.remove()
+
+
+def _plain(scheme: Any) -> tuple[str, int] | None:
+    """Type and bits of inputs that are rounded with a symmetric scale for each token; None for any other scheme."""
+    args = scheme.input_activations
+    if args is None or scheme.output_activations or args.dynamic is not True or getattr(args, "scale_dtype", None):
+        return None
+    kind, strategy = (getattr(value, "value", value) for value in (args.type, args.strategy))
+    return (str(kind), int(args.num_bits)) if strategy == "token" and args.symmetric else None
+
+
+def _token_forwards() -> dict[Any, Any]:
+    return {("int", 8): _int8_forward, ("float", 8): _fp8_forward}
+
+
+def _token_scale(x: Tensor, half_range: float) -> Tensor:
+    """compressed-tensors' scale of each token, [..., 1] in the dtype of x."""
+    scale = x.abs().amax(dim=-1, keepdim=True) / half_range
+    return torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
+
+
+def _int8_forward(self: Any, x: Tensor) -> Tensor:
+    """As `_rounding_forward`, without the package's objects, which torch.compile of some versions cannot follow."""
+    scale = _token_scale(x, 127.5)
+    return F.linear(torch.round((x / scale).clamp(-128, 127)) * scale, self.weight, self.bias)
+
+
+def _fp8_forward(self: Any, x: Tensor) -> Tensor:
+    scale = _token_scale(x, 448.0)
+    rounded = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+    return F.linear(rounded * scale, self.weight, self.bias)
 
 
 def _rounding_forward(self: Any, x: Tensor) -> Tensor:

@@ -168,6 +168,11 @@ class WorkerSettings(Section):
         default_factory=list,
         description='Device of each worker ("cuda:0", "cpu"), repeated in turn. Default: GPUs in order, else cpu',
     )
+    gpus_per_worker: PositiveInt = Field(
+        default=1,
+        description="GPUs that share one target by transformers' tensor parallel plan: a worker's device and those "
+        "after it. For a target larger than a GPU",
+    )
     threads: NonNegativeInt = Field(default=0, description="CPU threads of a worker; 0 leaves torch's default")
     pack: Literal["auto", "never"] = Field(
         default="auto", description="auto: pack rows when the start-up self-check proves that none sees another"
@@ -384,6 +389,8 @@ class RunFile(Section):
         if self.data.max_length > self.stream.token_budget:
             budget, longest = self.stream.token_budget, self.data.max_length
             raise ValueError(f"stream.token_budget ({budget}) is less than data.max_length ({longest})")
+        if self.target.fp8 and self.workers.gpus_per_worker > 1:
+            raise ValueError("target.fp8 and workers.gpus_per_worker above 1 do not go together")
         if self.optimizer.schedule == "wsd" and self.optimizer.warmup + self.optimizer.decay > 1:
             raise ValueError("optimizer.warmup and optimizer.decay together are more than the whole run")
         if (terms := self.objective.target_terms) and not self.target.last_hidden:

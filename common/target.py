@@ -17,6 +17,7 @@ attention. No way builds a mask of T x T over a batch.
 """
 
 import contextlib
+import importlib.util
 import inspect
 import io
 import logging
@@ -35,6 +36,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoConfig,
@@ -43,10 +45,11 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .errors import ConfigError
-from .quantised import check_quantisation, restore
+from .quantised import check_quantisation, quantisation, restore
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
 
 __all__ = [
@@ -86,6 +89,16 @@ class Faster(Protocol):
     def remove(self, target: "Target") -> None:
         """Undoes `install`, also one that raised."""
         ...
+
+
+class Pass(NamedTuple):
+    """One pass of the decoder, as another process with a share of the target must run it too."""
+
+    mode: Mode
+    deepest: int  # layer whose hook ends it
+    input_ids: Tensor  # int64 [B, L]
+    position_ids: Tensor | None  # int64 [1, T] of packed rows
+    cu_seqlens: Sequence[int]  # of packed rows, else empty
 
 
 class _LastLayer(Exception):
@@ -314,12 +327,15 @@ def _load(
     config: Any = None,
     need_head: bool = True,
     device: str | torch.device = "cpu",
+    shards: int = 1,
 ) -> PreTrainedModel:
     """A causal LM in eval mode and without gradients, on the CPU. Every weight it uses comes from the checkpoint.
 
     A benchmark's folder that says so (`random_weights`) gets random ones, made on `device`, where it stays.
     """
     config = config if config is not None else load_config(folder, trust_remote_code)
+    if shards > 1 and (random_weights(folder) or quantisation(config)):
+        raise ConfigError("workers.gpus_per_worker: only for a target whose weights are there, and not quantised")
     if random_weights(folder):
         with torch.device(device):
             torch.manual_seed(0)
@@ -338,6 +354,7 @@ def _load(
                     dtype=as_dtype(dtype),
                     trust_remote_code=trust_remote_code,
                     output_loading_info=True,
+                    **({"distributed_config": DistributedConfig(tp_plan="auto", tp_size=shards)} if shards > 1 else {}),
                 )
             except (OSError, ImportError, RuntimeError) as error:
                 raise ConfigError(
@@ -363,6 +380,17 @@ def _check_report(folder: Path, model: PreTrainedModel, report: dict[str, Any], 
     if report["mismatched_keys"]:
         name = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report["mismatched_keys"])[0]
         raise ConfigError(f"target.path: {folder}: the shape of {name} does not fit config.json")
+
+
+def _check_shards(info: TargetInfo, shards: int) -> None:
+    """ConfigError where a target cannot be spread over so many GPUs."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError("workers.gpus_per_worker needs accelerate: pip install 'paceline[tensor-parallel]'")
+    if info.num_kv_heads % shards or info.num_heads % shards:
+        raise ConfigError(
+            f"workers.gpus_per_worker: {shards} GPUs cannot share {info.num_heads} heads and {info.num_kv_heads} "
+            "key-value heads; give a number that divides both"
+        )
 
 
 # A GGUF file -------------------------------------------------------------------------------------------------------
@@ -585,6 +613,7 @@ class Target:
         self.dtype = dtype  # that it computes in, and states come out in
         self.mode: Mode = "alone"
         self.pad_to = 1  # packed token counts are rounded up to a multiple of it
+        self.announce: Callable[[Pass], None] = lambda one: None  # told of each pass before it runs
         self._own_attention = str(decoder.config._attn_implementation)
 
     @classmethod
@@ -596,15 +625,24 @@ class Target:
         device: str | torch.device = "cpu",
         last_layer: int | None = None,
         trust_remote_code: bool = False,
+        shards: int = 1,
     ) -> "Target":
         """Loads the decoder of a folder, GGUF file or hub id, with layers 0 to `last_layer` (all of them if None).
+
+        With `shards` above 1 only this process's share of it, by transformers' tensor parallel plan: that many
+        processes are joined in torch.distributed's default group, and all of them load and run it together.
 
         Weights are rounded to `dtype`; it computes in `compute_dtype(dtype, device)`, which states come out in.
         The model is read whole before layers are dropped, since some depend on how many there are. Runs rows alone
         until `self_check()` finds a faster way. Raises ConfigError.
         """
         info = target_info(path, trust_remote_code)
-        parts = find_parts(_load(Path(info.path), dtype, trust_remote_code, need_head=False, device=device))
+        if shards > 1:
+            _check_shards(info, shards)
+        model = _load(Path(info.path), dtype, trust_remote_code, need_head=False, device=device, shards=shards)
+        parts = find_parts(model)
+        if shards > 1 and not any(isinstance(parameter, DTensor) for parameter in parts.layers.parameters()):
+            raise ConfigError(f"workers.gpus_per_worker: {info.model_type} has no tensor parallel plan in transformers")
         if last_layer is not None:
             if not 0 <= last_layer < info.num_layers:
                 raise ConfigError(
@@ -686,6 +724,9 @@ class Target:
     def _run(self, planes: dict[int, list[int]], deliver: Callable[[int, Tensor], None], **inputs: Tensor) -> None:
         """One pass of the decoder. Hooks sit only on the layers asked for; the deepest one's ends the pass."""
         deepest = max(planes)
+        bounds = _boundaries.get() if self.mode == "packed" else None
+        offsets = bounds.cu_seqlens if bounds else ()
+        self.announce(Pass(self.mode, deepest, inputs["input_ids"], inputs.get("position_ids"), offsets))
         shape = (*inputs["input_ids"].shape, self.info.hidden_size)
 
         def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -709,6 +750,20 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @torch.inference_mode()
+    def follow(self, one: Pass) -> None:
+        """Runs a pass that another process announced; its states go nowhere."""
+        if self.mode != one.mode:
+            self._use(one.mode)
+        inputs = {"input_ids": one.input_ids}
+        if one.position_ids is not None:
+            inputs["position_ids"] = one.position_ids
+        token = _boundaries.set(_Boundaries(one.cu_seqlens, self.device))
+        try:
+            self._run({one.deepest: []}, lambda plane, out: None, **inputs)
+        finally:
+            _boundaries.reset(token)
 
     # Which way is right for this model
 

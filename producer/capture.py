@@ -24,6 +24,7 @@ from ..common.target_info import TargetInfo
 from ..common.timeline import Steps
 from .compiled import CompiledLayers
 from .fp8 import check_fp8, use_fp8
+from .shards import Shards, load_target
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class TargetSource:
         dtype: str,
         last_hidden: bool,
         compiled: CompiledLayers | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.info: TargetInfo = target.info
         self._target = target
@@ -50,7 +52,7 @@ class TargetSource:
         self._dtype = as_dtype(dtype)
         self._last_hidden = last_hidden
         self._registered: int | None = None
-        self._compiled = compiled
+        self._compiled, self._shards = compiled, shards
         self._profile = Steps.from_environment(f"worker-{target.device.type}{target.device.index or 0}")
         self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
 
@@ -62,22 +64,33 @@ class TargetSource:
         _check_device(device)
         if run.target.fp8:
             check_fp8(device)
+        shards = Shards(run, device) if run.workers.gpus_per_worker > 1 else None
+        try:
+            return cls._load(run, info, layer_ids, device, shards)
+        except BaseException:
+            if shards is not None:
+                shards.close()
+            raise
+
+    @classmethod
+    def _load(
+        cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str, shards: Shards | None
+    ) -> "TargetSource":
+        count = run.workers.gpus_per_worker
         last_layer = info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
-        target = Target.load(
-            info.path,
-            dtype=run.target.dtype,
-            device=device,
-            last_layer=last_layer,
-            trust_remote_code=run.target.trust_remote_code,
-        )
+        target = load_target(run, info.path, last_layer, device, count)
+        if shards is not None:
+            target.announce = shards.announce
         if run.target.fp8:
             log.info("%d linear layers run in fp8", use_fp8(target))
         gpu, wanted = target.device.type == "cuda", run.target.compile
         compiled = None
-        if gpu if wanted == "auto" else wanted:
+        if shards is not None:
+            log.info("the target runs on %d devices, uncompiled", count)
+        elif gpu if wanted == "auto" else wanted:
             compiled = CompiledLayers(run.stream.token_budget if gpu else 0, run.data.max_length)
         target.self_check(pack=run.workers.pack == "auto", faster=compiled)
-        source = cls(target, layer_ids, run.record_dtype, run.target.last_hidden, compiled)
+        source = cls(target, layer_ids, run.record_dtype, run.target.last_hidden, compiled, shards)
         source.warm_up(run.stream.token_budget, run.data.max_length)
         return source
 
@@ -108,10 +121,12 @@ class TargetSource:
         self._registered = address
 
     def close(self) -> None:
-        """Unregisters the ring; to be called before its mapping goes."""
+        """Unregisters the ring, before its mapping goes, and ends the processes that share the target."""
         if self._registered is not None:
             _cudart().cudaHostUnregister(self._registered)
             self._registered = None
+        if self._shards is not None:
+            self._shards.close()
 
     def warm_up(self, token_budget: int, max_length: int) -> None:
         """Runs the largest batch once on CUDA, a small one on the CPU; ConfigError if it does not fit."""

@@ -21,6 +21,10 @@ TOKEN8 = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, 
 SCHEMES = {
     "w8a8": ({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}, TOKEN8),
     "w4a16": ({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}, None),
+    "static": (
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+        {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True},
+    ),
     "fp8": (
         {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
         {**TOKEN8, "type": "float"},
@@ -74,6 +78,8 @@ def _quantise(folder, weights, activations, ignore):
             size = args.group_size or module.weight.shape[1]
             groups = module.weight.unflatten(-1, (-1, size))
             module.weight_scale.copy_(calculate_qparams(groups.amin(-1), groups.amax(-1), args)[0])
+            if hasattr(module, "input_scale"):
+                module.input_scale.fill_(0.03)  # as a calibration would leave it
             module.quantization_status = QuantizationStatus.FROZEN
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
