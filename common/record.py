@@ -20,7 +20,6 @@ from .ring_layout import WORD_LIMIT, pages
 Buffer = bytes | bytearray | memoryview
 
 FP8 = "float8_e4m3fn"
-FP8_MAX = 448.0  # largest number of that format
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}  # in the order of their codes in a head
 SCALE_BYTES = 4
 LAST_HIDDEN = ("none", "before_norm")

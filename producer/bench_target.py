@@ -218,8 +218,9 @@ def _arm(
 
 def count_flops(target: Target, lengths: Sequence[int]) -> int:
     """Model FLOPs of one forward over rows of these lengths by the layers that were loaded."""
-    linear = (module for layer in target.layers for module in layer.modules() if hasattr(module, "out_features"))
-    weights = sum(int(module.in_features * module.out_features) for module in linear)  # nn.Linear, and in fp8
+    modules: list[Any] = [module for layer in target.layers for module in layer.modules()]
+    linear = [module for module in modules if hasattr(module, "out_features")]  # nn.Linear, and in fp8
+    weights = sum(module.in_features * module.out_features for module in linear)
     kinds = getattr(target.decoder.config.get_text_config(decoder=True), "layer_types", None)
     kinds = kinds or ["full_attention"] * len(target.layers)
     attending = sum(kind in ("full_attention", "sliding_attention") for kind in kinds[: len(target.layers)])

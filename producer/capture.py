@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..common.errors import ConfigError
-from ..common.record import FP8_MAX, scales_offset
+from ..common.record import scales_offset
 from ..common.runfile import RunFile
-from ..common.target import Target, as_dtype
+from ..common.target import Target, as_dtype, quantise
 from ..common.target_info import TargetInfo
 from ..common.timeline import Steps
 from .compiled import CompiledLayers
@@ -28,7 +28,6 @@ from .shards import Shards, load_target
 
 log = logging.getLogger(__name__)
 
-SMALLEST = 2.0**-126  # scale: of a token of zeros
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 _WARM_UP_TOKENS = 64  # on the CPU, where a large batch would only take long
 
@@ -162,9 +161,9 @@ class TargetSource:
             if scales is None:
                 self._copy(view[plane, first : first + len(states)], states)
             else:
-                eight, by = quantised(states)
+                eight, by = quantise(states)
                 self._copy(view[plane, first : first + len(states)], eight)
-                self._copy(scales[plane, first : first + len(states)], by)
+                self._copy(scales[plane, first : first + len(states)], by[:, 0])
             total = total + states.sum(dtype=torch.float32)  # NaN and infinity carry over
             progress()
 
@@ -189,16 +188,6 @@ class TargetSource:
         with torch.cuda.stream(self._copies):
             out.copy_(states, non_blocking=True)
         states.record_stream(self._copies)  # its memory is not used again before the copy is done
-
-
-def quantised(states: Tensor) -> tuple[Tensor, Tensor]:
-    """States [t, H] as float8 (e4m3) and the float32 scale [t] of each token, its largest magnitude by 448.
-
-    A state comes back within a sixteenth of itself, or within 2^-10 scales where it is smaller than 2^-6 of them. The
-    scale of a token that is not finite is not finite either.
-    """
-    scale = states.abs().amax(-1).float().div_(FP8_MAX).clamp_min_(SMALLEST)
-    return (states.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
 def _cudart() -> Any:
