@@ -413,15 +413,15 @@ class Drafter(nn.Module):
                 x = parts.last(layer, self.norm, x, mixed)
         return x
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Fuses norms, RoPE and activations by torch.compile: for training on CUDA.
 
-        Layers are arguments of what is compiled, so all share one graph; sizes are symbols of it.
+        Layers are arguments of what is compiled, so all share one graph; numbers of slots and tokens are symbols of it.
         """
         # With and without gradients, and where sizes matter to a fusion: more than the default limit of 8 versions,
         # beyond which the parts would run uncompiled.
         dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
-        self._parts = Parts(*(torch.compile(part, dynamic=True) for part in PLAIN_PARTS))
+        self._parts = Parts(*(compiled(part, backend) for part in PLAIN_PARTS))
 
     def forward(
         self, features: Tensor, context_positions: Tensor, embeds: Tensor, positions: Tensor, attend: Attend
@@ -488,6 +488,24 @@ class Parts(NamedTuple):
 
 
 PLAIN_PARTS = Parts(_context, _keys_values, _first, _between, _last)
+
+
+def compiled(part: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A part of the forward, compiled for any first size of its tensors.
+
+    `torch.compile(dynamic=True)` would also make a symbol of a hidden size that happens to equal that first size once,
+    and inputs of floats.
+    """
+    inner = torch.compile(part, backend=backend)
+
+    def run(*arguments: Any) -> Any:
+        for argument in arguments:
+            for tensor in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(tensor, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return inner(*arguments)
+
+    return run
 
 
 def attend_one_block(q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:

@@ -1,0 +1,68 @@
+"""The drafter's compiled parts: the plain ones' numbers, from one graph each whatever the sizes."""
+
+import pytest
+import torch
+from paceline.consumer import linears
+from paceline.consumer.blocks import DenseAttention
+from paceline.consumer.drafter import PLAIN_PARTS, DrafterConfig, init_drafter
+from paceline.consumer.optim import MasterWeights
+from test_attention import long_blocks
+from torch._dynamo.utils import counters
+
+CONFIG = DrafterConfig(
+    block_size=16,
+    mask_token_id=3,
+    target_layer_ids=(0, 1),
+    num_target_layers=8,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=100,
+)
+SIZES = ((60, 45, 20), (64, 64, 128), (77, 50, 90))  # 256 tokens and others: whole tiles, and none
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_graph_each_whatever_the_sizes(fp8):
+    torch.compiler.reset()
+    drafter = init_drafter(CONFIG, seed=0)
+    weights = MasterWeights(drafter, dtype=torch.bfloat16, device="cpu")
+    for name, module in drafter.named_modules():
+        if isinstance(module, linears.DraftMLP):
+            module.joint = (weights.joined([f"{name}.gate_proj.weight", f"{name}.up_proj.weight"]),)
+    if fp8:
+        linears.use_fp8(drafter)
+    drafter.compile_parts(backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    for step, lengths in enumerate(SIZES):
+        blocks, context = long_blocks(lengths=lengths, counts=(12, 4, 6))
+        generator = torch.Generator().manual_seed(step)
+        features = torch.randn(context, CONFIG.features, generator=generator).bfloat16()
+        embeds = torch.randn(blocks.slots, CONFIG.hidden_size, generator=generator).bfloat16()
+        found = []
+        for parts in (drafter._parts, PLAIN_PARTS):
+            drafter._parts, own = parts, drafter._parts
+            weights.gradients.zero_()
+            out = drafter(
+                features, torch.arange(context), embeds, torch.from_numpy(blocks.positions), DenseAttention(blocks)
+            )
+            out.float().square().sum().backward()
+            found.append((out.detach().float(), weights.gradients.clone()))
+            drafter._parts = own
+        for compiled, plain in zip(*found, strict=True):
+            assert float((compiled - plain).norm() / plain.norm()) < (0.05 if fp8 else 0.02)
+    assert counters["stats"]["unique_graphs"] - before == len(PLAIN_PARTS)
+
+
+def test_a_token_count_that_equals_the_hidden_size():
+    """Must not make a symbol of the hidden size: every other count would be compiled anew."""
+    torch.compiler.reset()
+    drafter = init_drafter(CONFIG, seed=0)
+    drafter.compile_parts(backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    for tokens in (CONFIG.hidden_size, 100, 37):
+        drafter.project_context(torch.randn(tokens, CONFIG.features), torch.arange(tokens))
+    assert counters["stats"]["unique_graphs"] - before == 2
