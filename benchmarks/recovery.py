@@ -118,7 +118,12 @@ class SleepingTarget:
         time.sleep(self._warm_up_s)
 
     def record(
-        self, tokens: NDArray[np.int32], cu_seqlens: NDArray[np.int32], out: memoryview, progress: Callable[[], None]
+        self,
+        tokens: NDArray[np.int32],
+        cu_seqlens: NDArray[np.int32],
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Any = None,
     ) -> bool:
         due = time.monotonic() + self._record_s
         states = np.frombuffer(out, np.float32)
@@ -135,6 +140,9 @@ class CountingLearner:
 
     def __init__(self) -> None:
         self._tokens = 0
+
+    def prepare(self, meta: RecordMeta, epoch: int) -> None:
+        pass
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         self._tokens += len(meta.tokens)

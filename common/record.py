@@ -167,18 +167,49 @@ def checksum(payload: Buffer, length: int) -> int:
     and added, modulo 2^64. So any one changed word shows, and chunks out of place do; words that change places within
     a chunk do not. It is against torn and stale data, not against an adversary.
     """
-    data = memoryview(payload).cast("B")[:length]
-    if len(data) != length:
-        raise ValueError(f"checksum over {length} of {len(data)} bytes")
-    whole = length // 8
-    words = np.frombuffer(data, np.uint64, whole)
-    chunks = whole // CHUNK_WORDS
-    sums = np.empty(chunks + 2, np.uint64)
-    words[: chunks * CHUNK_WORDS].reshape(chunks, CHUNK_WORDS).sum(axis=1, out=sums[:chunks])
-    sums[chunks] = words[chunks * CHUNK_WORDS :].sum()
-    sums[chunks + 1] = int.from_bytes(data[whole * 8 :], "little")
-    weights = np.arange(1, 2 * len(sums) + 1, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return (int((sums * weights).sum()) + length * 0xD6E8FEB86659FD93) % 2**64
+    return RunningChecksum(payload, length).result()
+
+
+class RunningChecksum:
+    """`checksum` of bytes that become final piece by piece: each piece is summed while the next is still made."""
+
+    def __init__(self, payload: Buffer, length: int) -> None:
+        self._data = memoryview(payload).cast("B")[:length]
+        if len(self._data) != length:
+            raise ValueError(f"checksum over {length} of {len(self._data)} bytes")
+        whole = length // 8
+        self._words = np.frombuffer(self._data, np.uint64, whole)
+        self._chunks = whole // CHUNK_WORDS
+        self._sums = np.empty(self._chunks + 2, np.uint64)
+        self._summed = np.zeros(self._chunks, np.bool_)
+
+    def add(self, start: int, stop: int, share: tuple[int, int] = (0, 1)) -> None:
+        """Bytes start:stop will not change any more; their whole chunks are summed now. numpy lets other threads run
+        meanwhile: several may `add` other bytes, or with share = (i, n) the ith of n parts of the same ones."""
+        size = CHUNK_WORDS * 8
+        first, past = -(-start // size), min(stop // size, self._chunks)
+        part, parts = share
+        width = max(0, past - first)
+        self._sum(first + width * part // parts, first + width * (part + 1) // parts)
+
+    def result(self) -> int:
+        """The checksum, once all bytes are final; nothing of the payload is read afterwards."""
+        missing = np.flatnonzero(~self._summed)
+        for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+            if len(run):
+                self._sum(int(run[0]), int(run[-1]) + 1)
+        length, whole = len(self._data), len(self._words)
+        self._sums[self._chunks] = self._words[self._chunks * CHUNK_WORDS :].sum()
+        self._sums[self._chunks + 1] = int.from_bytes(self._data[whole * 8 :], "little")
+        weights = np.arange(1, 2 * len(self._sums) + 1, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        del self._words, self._data
+        return (int((self._sums * weights).sum()) + length * 0xD6E8FEB86659FD93) % 2**64
+
+    def _sum(self, first: int, past: int) -> None:
+        if past > first:
+            words = self._words[first * CHUNK_WORDS : past * CHUNK_WORDS]
+            words.reshape(past - first, CHUNK_WORDS).sum(axis=1, out=self._sums[first:past])
+            self._summed[first:past] = True
 
 
 def _aligned(size: int) -> int:

@@ -75,11 +75,13 @@ def use_fp8(drafter: nn.Module) -> int:
     """Switches the linear layers whose sizes allow it to fp8 products; returns how many weights they hold."""
     switched = 0
     for module in drafter.modules():
-        inside = [module] if isinstance(module, DraftLinear) else []
+        if not isinstance(module, DraftLinear | DraftMLP):
+            continue
+        inside: list[Any] = [module]
         if isinstance(module, DraftMLP):
             inside = [module.gate_proj, module.up_proj, module.down_proj]
         sizes = [size for layer in inside for size in layer.weight.shape]
-        if sizes and all(size % ALIGNED == 0 for size in sizes):
+        if all(size % ALIGNED == 0 for size in sizes):
             module.fp8 = True
             switched += sum(layer.weight.numel() for layer in inside)
     return switched

@@ -23,13 +23,14 @@ import torch
 from ..common.bench_parts import TargetOptions, chat_lengths
 from ..common.fingerprint import Fingerprint
 from ..common.flops import forward_flops
-from ..common.record import RecordMeta, checksum, max_rows, record_bytes, slot_bytes, write_meta
+from ..common.record import RecordMeta, max_rows, record_bytes, slot_bytes, write_meta
 from ..common.ring import Ring, RingReader
 from ..common.runfile import RunFile, load
 from ..common.target import Target
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
 from ..common.timeline import profiled
 from .capture import TargetSource
+from .summing import Summing
 
 WARM = 3  # repetitions that do not count
 SLOTS = 3
@@ -155,15 +156,16 @@ def _streaming(
         reader = RingReader.open(path)
         source.register(*ring.mapping())
 
-        summing: list[float] = []
+        sums, summing = Summing(), list[float]()
 
         def record() -> None:
             slot = ring.claim(meta.batch)
             assert slot is not None  # the one before is free again
             start = write_meta(slot.payload, meta)
-            source.record(meta.tokens, meta.cu_seqlens, slot.payload[start:length], lambda: None)
+            running, landed = sums.begin(slot.payload, length, start)
+            source.record(meta.tokens, meta.cu_seqlens, slot.payload[start:length], lambda: None, landed)
             copied = time.perf_counter()
-            total = checksum(slot.payload, length)
+            total = running.result()
             summing.append(time.perf_counter() - copied)
             ring.commit(slot, length, total)
             reader.take(slot.index, slot.seq, trainer=1)
@@ -177,6 +179,7 @@ def _streaming(
             }
         finally:
             source.close()
+            sums.close()
             reader.close()
             ring.close()
 

@@ -7,9 +7,11 @@ own; one event at the end says that all are complete. On the CPU the copy goes t
 Used by `worker.py` only, which never imports torch itself.
 """
 
+import concurrent.futures
 import logging
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,7 @@ class TargetSource:
         self._compiled, self._shards = compiled, shards
         self._profile = Steps.from_environment(f"worker-{target.device.type}{target.device.index or 0}")
         self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
+        self._teller = ThreadPoolExecutor(1, "landed")
 
     @classmethod
     def load(cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> "TargetSource":
@@ -142,12 +145,20 @@ class TargetSource:
                 "beside the target"
             ) from None
 
-    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
+    def record(
+        self,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Callable[[int, int], None] | None = None,
+    ) -> bool:
         """Writes the states of a batch to `out`, [planes, T, H] of the recorded dtype and float8's scales; complete on
         return.
 
-        tokens int32 [T], cu_seqlens int32 [R+1]. `progress` is called as layers finish. Returns whether all states
-        are finite. Copies under way are waited for even when the forward is interrupted.
+        tokens int32 [T], cu_seqlens int32 [R+1]. `progress` is called as layers finish; `landed` with the bytes of
+        states that are there for good, on CUDA by another thread while later layers compute. Returns whether all
+        states are finite. Copies under way are waited for even when the forward is interrupted.
         """
         shape = (self._planes, len(tokens), self.info.hidden_size)
         view = torch.frombuffer(out, dtype=self._dtype, count=math.prod(shape)).view(shape)
@@ -155,6 +166,18 @@ class TargetSource:
         if self._dtype == torch.float8_e4m3fn:
             scales = torch.frombuffer(out, dtype=torch.float32, offset=scales_offset(*shape)).view(shape[:2])
         total = torch.zeros((), device=self._target.device)
+        token_bytes = shape[2] * view.element_size()
+        telling: list[Future[None]] = []
+
+        def tell(plane: int, first: int, count: int) -> None:
+            if landed is None:
+                return
+            start = (plane * shape[1] + first) * token_bytes
+            if self._copies is None:
+                landed(start, start + count * token_bytes)
+                return
+            copied = self._copies.record_event()
+            telling.append(self._teller.submit(_tell, copied, landed, start, start + count * token_bytes))
 
         def sink(plane: int, states: Tensor, first: int) -> None:
             nonlocal total
@@ -164,6 +187,7 @@ class TargetSource:
                 eight, by = quantise(states)
                 self._copy(view[plane, first : first + len(states)], eight)
                 self._copy(scales[plane, first : first + len(states)], by[:, 0])
+            tell(plane, first, len(states))
             total = total + states.sum(dtype=torch.float32)  # NaN and infinity carry over
             progress()
 
@@ -174,6 +198,9 @@ class TargetSource:
         finally:
             if self._copies is not None:
                 self._copies.record_event().synchronize()
+            concurrent.futures.wait(telling)
+        for told in telling:
+            told.result()
         if self._compiled is not None:
             self._compiled.watch(len(tokens))
         if self._profile is not None:
@@ -188,6 +215,11 @@ class TargetSource:
         with torch.cuda.stream(self._copies):
             out.copy_(states, non_blocking=True)
         states.record_stream(self._copies)  # its memory is not used again before the copy is done
+
+
+def _tell(copied: Any, landed: Callable[[int, int], None], start: int, stop: int) -> None:
+    copied.synchronize()
+    landed(start, stop)
 
 
 def _cudart() -> Any:

@@ -250,7 +250,14 @@ class RecordingSource:
         if self._target is not None:
             self._target.close()
 
-    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
+    def record(
+        self,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Callable[[int, int], None] | None = None,
+    ) -> bool:
         """As `StateSource.record`. A batch of which a row is missing goes through the target whole."""
         bounds = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
         keys = [row_key(tokens[start:stop]) for start, stop in bounds]
@@ -262,7 +269,7 @@ class RecordingSource:
             return True
         self.load()
         assert self._target is not None
-        finite = self._target.record(tokens, cu_seqlens, out, progress)
+        finite = self._target.record(tokens, cu_seqlens, out, progress, landed)
         self.rows_computed += len(keys)
         if finite:  # what is not finite is refused by the rank and must not come again
             for key, planes in zip(keys, parts, strict=True):

@@ -37,7 +37,7 @@ from ..common.fingerprint import Fingerprint, run_fingerprint
 from ..common.finished import is_finished
 from ..common.notify import Patience, Watchdog, notify
 from ..common.numa import bind_near
-from ..common.record import RecordMeta, checksum, max_rows, record_bytes, slot_bytes, write_meta
+from ..common.record import RecordMeta, max_rows, record_bytes, slot_bytes, write_meta
 from ..common.ring import Ring, Slot, SlotState
 from ..common.rows import Rows
 from ..common.runfile import RunFile
@@ -56,6 +56,7 @@ from ..common.wire import (
     encode,
 )
 from .recording import recording_source
+from .summing import Summing
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,9 @@ RETRY_S = 0.1  # between attempts to reach a feed that is not there
 PATIENCE_S = 2.0  # a wait longer than this is logged
 FULL_POLL_MS = (1, 20)  # a full ring is looked at so often: nobody says when a slot is freed
 BYE_LINGER_MS = 100
+
+
+Landed = Callable[[int, int], None]  # (first byte, past the last one)
 
 
 class StateSource(Protocol):
@@ -75,8 +79,18 @@ class StateSource(Protocol):
         """Told of the ring's mapping before the first record."""
         ...
 
-    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
-        """Writes [planes, T, H] to `out`, complete on return; calls `progress` now and then. Returns: all finite."""
+    def record(
+        self,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Landed | None = None,
+    ) -> bool:
+        """Writes [planes, T, H] to `out`, complete on return; calls `progress` now and then. Returns: all finite.
+
+        landed: may be told, by any thread and before the return, which bytes of `out` will not change any more.
+        """
         ...
 
     def close(self) -> None:
@@ -348,6 +362,8 @@ class Worker:
         self._name = name
         self._ring = ring
         self._source = source
+        self._summing = Summing()
+        stack.callback(self._summing.close)
         self._spec = spec
         self._pending = pending
         self._stack = stack
@@ -580,6 +596,7 @@ class Worker:
         length = record_bytes(meta)
         start = write_meta(slot.payload, meta)
         states = slot.payload[start:length]
-        if not self._source.record(prepared.tokens, prepared.cu_seqlens, states, self._watchdog.beat):
+        running, landed = self._summing.begin(slot.payload, length, start)
+        if not self._source.record(prepared.tokens, prepared.cu_seqlens, states, self._watchdog.beat, landed):
             log.warning("%s: non-finite states in batch %s", self._name, BatchId.unpack(prepared.batch))
-        return length, checksum(slot.payload, length)
+        return length, running.result()

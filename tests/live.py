@@ -69,7 +69,14 @@ class StampSource:
     def register(self, address: int, length: int) -> None:
         time.sleep(self._warm)
 
-    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
+    def record(
+        self,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Any = None,
+    ) -> bool:
         time.sleep(self._seconds)
         states = stamp(tokens, cu_seqlens, len(LAYERS), HIDDEN)
         np.frombuffer(out, np.float32).reshape(states.shape)[:] = states

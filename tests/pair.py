@@ -49,7 +49,14 @@ class StampSource:
     def register(self, address: int, length: int) -> None:
         return
 
-    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
+    def record(
+        self,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Any = None,
+    ) -> bool:
         out[:] = stamp(tokens, cu_seqlens, len(LAYERS), HIDDEN).tobytes()
         return True
 

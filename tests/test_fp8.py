@@ -157,7 +157,7 @@ def test_a_drafters_fp8_product_and_its_gradients():
     """Forward and input gradient are off by the format's error, row by row; the weight gradient is exact."""
     x, weight, slope = draw(48, 64), draw(96, 64, seed=1), draw(48, 96, seed=2)
     leaves = [[t.clone().requires_grad_() for t in (x, weight)] for _ in range(2)]
-    found, wanted = (linears.linear(*pair, None, fp8) for pair, fp8 in zip(leaves, (True, False), strict=True))
+    found, wanted = (linears.linear(a, b, None, fp8) for (a, b), fp8 in zip(leaves, (True, False), strict=True))
     assert PRODUCT / 2 < relative(found.detach(), wanted.detach()) < 1.5 * PRODUCT
     for product in (found, wanted):
         (product * slope).sum().backward()

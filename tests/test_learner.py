@@ -398,7 +398,8 @@ def test_float16_is_refused():
 
 def pinned(rows):
     """A record's states in page-locked memory, from which a copy is asynchronous."""
-    return memoryview(torch.frombuffer(bytearray(rows.memory()), dtype=torch.uint8).pin_memory().numpy())
+    held = torch.frombuffer(bytearray(rows.memory()), dtype=torch.uint8).pin_memory().numpy()
+    return held.data
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

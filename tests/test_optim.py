@@ -202,19 +202,17 @@ def test_the_state_of_another_optimiser_is_refused(module):
 
 def test_matrices_side_by_side_are_one_parameter():
     """Its values are theirs, also after an update, and its gradient is added to theirs."""
-    module = nn.Module()
-    for name, shape in (("a", (3, 4)), ("b", (5, 4)), ("c", (4,)), ("d", (2, 2))):
-        module.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    module = nn.ParameterDict({n: torch.randn(s) for n, s in (("a", (3, 4)), ("b", (5, 4)), ("c", 4), ("d", (2, 2)))})
     weights = MasterWeights(module, dtype=torch.bfloat16, device="cpu")
     joint = weights.joined(["a", "b"])
     (joint * 2).sum().backward()
-    (module.a * 3).sum().backward()
+    (module["a"] * 3).sum().backward()
     views = weights.views(weights.gradients)
     assert torch.equal(views["a"], torch.full((3, 4), 5.0)) and torch.equal(views["b"], torch.full((5, 4), 2.0))
     assert joint.grad is None and not views["c"].any()
     weights.masters.mul_(2)
     weights.publish()
-    assert torch.equal(joint, torch.cat([module.a, module.b]))
+    assert torch.equal(joint, torch.cat([module["a"], module["b"]]))
     for names in (["b", "a"], ["b", "d"], ["a", "d"]):
         with pytest.raises(ValueError, match="side by side"):
             weights.joined(names)

@@ -293,7 +293,7 @@ class Target:
     def register(self, address: int, length: int) -> None: ...
     def close(self) -> None: ...
 
-    def record(self, tokens, cu_seqlens, out, progress) -> bool:
+    def record(self, tokens, cu_seqlens, out, progress, landed=None) -> bool:
         self.batches += 1
         out[:] = packed(states_of(tokens))
         progress()

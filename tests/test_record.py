@@ -9,6 +9,7 @@ from paceline.common.record import (
     CHUNK_WORDS,
     RecordInvalid,
     RecordMeta,
+    RunningChecksum,
     checksum,
     max_rows,
     read_meta,
@@ -149,6 +150,33 @@ def test_the_checksum_is_its_definition(size: int):
     data = random.Random(size).randbytes(size)
     assert checksum(data, size) == plain_checksum(data)
     assert checksum(data + b"more", size) == checksum(data, size)
+
+
+def test_a_checksum_of_pieces_is_that_of_the_whole():
+    """In any order, from several threads' shares, with pieces that end within chunks and bytes never told of."""
+    chunk = 8 * CHUNK_WORDS
+    data = np.random.default_rng(1).bytes(9 * chunk + 1000)
+    for pieces in (
+        [(0, len(data))],
+        [(5 * chunk + 3, 8 * chunk), (100, 3 * chunk - 1)],
+        [(2 * chunk, 2 * chunk + 50)],
+        [],
+    ):
+        running = RunningChecksum(data, len(data))
+        for start, stop in pieces:
+            for share in range(3):
+                running.add(start, stop, (share, 3))
+        assert running.result() == checksum(data, len(data)) == plain_checksum(data)
+
+
+def test_bytes_are_summed_when_they_are_told_of():
+    """A chunk that changes afterwards is not read again: the sum shows that the record is not what was told."""
+    data = bytearray(np.random.default_rng(2).bytes(4 * 8 * CHUNK_WORDS))
+    before = checksum(data, len(data))
+    running = RunningChecksum(data, len(data))
+    running.add(0, len(data))
+    data[0] ^= 1
+    assert running.result() == before != checksum(data, len(data))
 
 
 def test_the_checksum_sees_every_byte_and_the_order_of_chunks():

@@ -45,7 +45,14 @@ class Target:
     def register(self, address: int, length: int) -> None:
         self.mapping = address, length
 
-    def record(self, tokens: np.ndarray, cu_seqlens: np.ndarray, out: memoryview, progress: Callable[[], None]) -> bool:
+    def record(
+        self,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Any = None,
+    ) -> bool:
         self.batches += 1
         whole = np.frombuffer(out, np.float32).reshape(3, len(tokens), 8)
         for start, stop in pairwise(cu_seqlens.tolist()):

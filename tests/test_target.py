@@ -403,6 +403,24 @@ def test_the_source_fills_a_record(make_tiny_target, kind, dtype):
         assert float((recorded.float() - wanted).norm() / wanted.norm()) < 0.05
 
 
+def test_the_source_tells_which_bytes_have_landed(make_tiny_target):
+    """Each once, and with their values: a sum over them then is a sum over the record's."""
+    folder = make_tiny_target("llama")
+    run = run_file(folder, layer_ids=LAYER_IDS, last_hidden=True)
+    source = TargetSource.load(run, target_info(str(folder)), LAYER_IDS, "cpu")
+    tokens, cu_seqlens = batch()
+    out = bytearray(4 * len(tokens) * 64 * 4)
+    seen = bytearray(len(out))
+
+    def landed(start, stop):
+        assert not any(seen[start:stop])
+        seen[start:stop] = out[start:stop]
+
+    assert source.record(tokens.numpy().astype(np.int32), np.asarray(cu_seqlens), memoryview(out), lambda: None, landed)
+    assert seen == out and any(out)
+    source.close()
+
+
 def test_the_source_tells_of_non_finite_states(copied):
     edit_weights(copied, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].fill_(torch.inf))
     run = run_file(copied, layer_ids=[0, 2])
@@ -428,7 +446,11 @@ def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kin
     planes, size = 4, 4 * len(tokens) * 64 * 2
     mapping = mmap.mmap(-1, size)
     source.register(torch.frombuffer(mapping, dtype=torch.uint8).data_ptr(), size)
-    assert source.record(tokens.numpy().astype(np.int32), np.asarray(cu_seqlens), memoryview(mapping), lambda: None)
+    landed: list[tuple[int, int]] = []
+    bounds = np.asarray(cu_seqlens)
+    note = lambda start, stop: landed.append((start, stop))  # noqa: E731
+    assert source.record(tokens.numpy().astype(np.int32), bounds, memoryview(mapping), lambda: None, note)
+    assert sorted(landed)[0][0] == 0 and sum(stop - start for start, stop in landed) == size
     recorded = torch.frombuffer(mapping, dtype=torch.bfloat16).view(planes, len(tokens), 64).float().clone()
     source.close()
     wanted = reference_states(folder, tokens, cu_seqlens, [*LAYER_IDS, 3])

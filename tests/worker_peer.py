@@ -57,7 +57,7 @@ class StandIn:
     def register(self, address, length):
         self.mapping = (address, length)
 
-    def record(self, tokens, cu_seqlens, out, progress):
+    def record(self, tokens, cu_seqlens, out, progress, landed=None):
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             time.sleep(0.01)

@@ -1,0 +1,37 @@
+"""The checksum of a record that is being filled: summed plane by plane as states land, by several threads.
+
+After a forward the device has nothing to do until the record is committed and the next batch is under way; a sum over
+the whole record then, at the speed of one core's memory, cost a tenth of a large target's time.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ..common.record import Buffer, RunningChecksum
+
+MOST_THREADS = 8  # a sum is bound by memory
+
+
+class Summing:
+    """Threads that sum. `close` when no record is being filled any more, before the ring's mapping goes."""
+
+    def __init__(self) -> None:
+        self._threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._pool = ThreadPoolExecutor(self._threads, "checksum")
+
+    def begin(self, payload: Buffer, length: int, offset: int) -> tuple[RunningChecksum, Callable[[int, int], None]]:
+        """The sum over a record's bytes, and what to call with (first byte, past the last one) of its states, which
+        begin at `offset`, once those are final. It returns when they are summed."""
+        running = RunningChecksum(payload, length)
+
+        def landed(start: int, stop: int) -> None:
+            shares = ((part, self._threads) for part in range(self._threads))
+            done = [self._pool.submit(running.add, offset + start, offset + stop, share) for share in shares]
+            for one in done:
+                one.result()
+
+        return running, landed
+
+    def close(self) -> None:
+        self._pool.shutdown()
