@@ -14,10 +14,12 @@ Everything it makes is in one folder; it is a run like any other and can be look
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +36,7 @@ from . import inspect, paths, timeline
 from .clean import clean_rings
 from .dataset import tokenizer_digest
 from .devices import gpu_count
-from .errors import PacelineError, UsageError
+from .errors import ConfigError, PacelineError, UsageError
 from .rows import RowsWriter
 from .runfile import RunFile, load, toml_value
 from .target_info import CONVERTED
@@ -183,7 +185,7 @@ def bench_pipeline(
             alone = _both_alone(run_path, run, seconds, at_once=not place(workers, ranks, gpus)[2])
         console.print(f"pipeline {workers}-{ranks}: {options.warm_up:.0f} s to warm up, {options.seconds:.0f} s")
         with _profiling(None if profile is None else profile / f"{workers}-{ranks}", console):
-            results.append(_pipeline(run_path, run, alone, place(workers, ranks, gpus)[2], options))
+            results.append(_pipeline(run_path, run, alone, place(workers, ranks, gpus)[2], options, console))
     (folder / "bench.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     console.print(table(results))
     return results
@@ -281,11 +283,29 @@ def _both_alone(run_path: Path, run: RunFile, seconds: float, *, at_once: bool) 
 def _alone(side: str, run_path: Path, run: RunFile, seconds: float) -> float:
     """Tokens/s of one worker (producer) or one rank (consumer), in a process of its own. PacelineError."""
     device = (run.workers if side == "producer" else run.trainer).devices[0]
-    command = [sys.executable, "-m", f"paceline.{side}.bench", str(run_path), device, str(seconds)]
+    return float(run_side(f"{side}.bench", str(run_path), device, str(seconds))["tokens_per_s"])
+
+
+def error_line(stderr: str) -> str:
+    """The line of a traceback that names the error: what CUDA and dynamo say goes on for lines after it."""
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    return (named or lines or [""])[-1]
+
+
+def run_side(module: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last; its errors, a user's mistake in one line."""
+    command = [sys.executable, "-m", f"paceline.{module}", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise PacelineError(f"the {side} alone failed: {result.stderr.strip().splitlines()[-1:]}")
-    return float(json.loads(result.stdout.splitlines()[-1])["tokens_per_s"])
+    if result.returncode or not result.stdout.strip():
+        last = error_line(result.stderr) or f"exit code {result.returncode}"
+        kind, own, text = last.partition("Error: ")
+        if own and kind.startswith("paceline."):
+            raise (ConfigError if kind.endswith(".Config") else PacelineError)(text)
+        log = Path(tempfile.gettempdir()) / f"paceline-{module}.log"
+        log.write_text(result.stderr)
+        raise PacelineError(f"{module} failed: {last} (all it said: {log})")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 # Both together
@@ -294,12 +314,12 @@ def _alone(side: str, run_path: Path, run: RunFile, seconds: float) -> float:
 class _Samples:
     """The view of a run that is measured: samples the rings each second, and ends the run when it has enough."""
 
-    def __init__(self, run: RunFile, options: Options) -> None:
+    def __init__(self, run: RunFile, options: Options, console: Console) -> None:
         self.rings: list[list[inspect.RingInfo]] = []
         self.window: tuple[float, float] | None = None  # time.time() of the first and last moment that count
         self.failures: list[str] = []
-        self._run, self._options = run, options
-        self._sampled = 0.0
+        self._run, self._options, self._console = run, options, console
+        self._sampled, self._begun = 0.0, time.time()
         self._first_step: float | None = None
         self._gpus = _GpuLog(Path(run.output) / "gpus.csv")
 
@@ -310,6 +330,7 @@ class _Samples:
         self._sampled = now
         if self._first_step is None and (status or {}).get("step", 0) > 0:
             self._first_step = now
+            self._console.print(f"both sides up and trained a step after {now - self._begun:.0f} s")
         if self._first_step is None:
             return
         begins = self._first_step + self._options.warm_up
@@ -320,7 +341,8 @@ class _Samples:
             os.kill(os.getpid(), signal.SIGINT)  # the second one kills: the weights are of no use
 
     def event(self, text: str, urgent: bool = False) -> None:
-        pass
+        if urgent:
+            self._console.print(text, markup=False)
 
     def line(self, child: str, text: str) -> None:
         pass
@@ -376,10 +398,12 @@ class _GpuLog:
         ]
 
 
-def _pipeline(run_path: Path, run: RunFile, alone: dict[str, float], shared: bool, options: Options) -> Result:
+def _pipeline(
+    run_path: Path, run: RunFile, alone: dict[str, float], shared: bool, options: Options, console: Console
+) -> Result:
     output = Path(run.output)
     shutil.rmtree(output, ignore_errors=True)
-    view = _Samples(run, options)
+    view = _Samples(run, options, console)
     code = up(run_path, view=view)
     if paths.ring_dir(run).is_dir():
         clean_rings(paths.ring_dir(run).parent, run.name, dry_run=False, say=lambda _: None)

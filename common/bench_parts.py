@@ -9,8 +9,6 @@ for the ceilings (`paceline.consumer.ceilings`) in the same call, and turns time
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,9 +20,9 @@ from typing import Any, Self
 import numpy as np
 from rich.table import Table
 
-from .bench import MASK_TOKEN, RUN_FILE, model_folder
+from .bench import MASK_TOKEN, RUN_FILE, model_folder, run_side
 from .devices import gpu_count
-from .errors import ConfigError, PacelineError, UsageError
+from .errors import UsageError
 from .runfile import load, toml_value
 
 LARGE, SMALL = "qwen3-8b", "smollm2-135m"  # shapes measured unless another is asked for, on a GPU and without
@@ -144,20 +142,6 @@ def write_run(folder: Path, options: Measured, *, token_budget: int, micro_token
     path.write_text(text)
     load(path, options.settings)  # a wrong --set is said here, in one line
     return path
-
-
-def run_side(module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last; its errors, a user's mistake in one line."""
-    command = [sys.executable, "-m", f"paceline.{module}", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode or not result.stdout.strip():
-        said = [line for line in result.stderr.strip().splitlines() if line.strip()]
-        last = said[-1] if said else f"exit code {result.returncode}"
-        kind, own, text = last.partition("Error: ")
-        if own and kind.startswith("paceline."):
-            raise (ConfigError if kind.endswith(".Config") else PacelineError)(text)
-        raise PacelineError(f"{module} failed: {last}")
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def _report(what: str, options: Measured, ceilings: Mapping[str, Any], arms: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..common.runfile import RunFile, load
 from ..common.target import as_dtype
 from ..common.target_info import resolve_layer_ids, target_info
 from .learner import DFlashLearner, build_learner
-from .transfer import register_host, view_scales
+from .transfer import register_host, unregister_host, view_scales
 
 RECORDS = 2
 WARM = 4
@@ -94,6 +94,12 @@ def random_states(meta: RecordMeta, *, on_gpu: bool) -> mmap.mmap:
     if on_gpu:
         register_host(view.data_ptr(), len(buffer))
     return buffer
+
+
+def forget_states(buffer: mmap.mmap, *, on_gpu: bool) -> None:
+    """To be called before the memory of `random_states` goes: another mapping may come to lie at its address."""
+    if on_gpu:
+        unregister_host(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr(), len(buffer))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from ..common.runfile import RunFile, load
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
 from ..common.timeline import profiled
 from .anchors import Positions, draw_anchors
-from .bench import Ahead, random_states
+from .bench import Ahead, forget_states, random_states
 from .blocks import pack_blocks
 from .ceilings import wait
 from .learner import DFlashLearner, build_learner
@@ -90,8 +90,11 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     buffer = random_states(meta, on_gpu=device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with memoryview(buffer) as states:
-        steps, updates = _time(learner, meta, states, device, options, name)
+    try:
+        with memoryview(buffer) as states:
+            steps, updates = _time(learner, meta, states, device, options, name)
+    finally:
+        forget_states(buffer, on_gpu=device.type == "cuda")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     del learner
     gc.collect()

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from paceline.common import bench_parts
+from paceline.common.bench import error_line
 from paceline.common.bench_parts import PADDED, StepOptions, chat_lengths, step_figures, stream_figures, target_figures
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError
@@ -192,3 +193,16 @@ def test_shapes_load_and_have_as_many_weights_as_their_names_say(name, tmp_path)
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=2e-3)
     parts, info = find_parts(model), target_info(str(folder))
     assert (info.num_layers, info.hidden_size) == (len(parts.layers), parts.embedding.weight.shape[1])
+
+
+def test_the_line_of_a_traceback_that_names_the_error():
+    """CUDA's and dynamo's errors go on after it, and the last line is advice for torch's developers."""
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "x.py", line 3, in <module>\n'
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call.\n\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
+    )
+    assert error_line(text) == "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+    assert error_line("killed\n") == "killed" and error_line("") == ""
