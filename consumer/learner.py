@@ -206,8 +206,9 @@ class DFlashLearner:
 
         Tens of thousands of slots take the host long enough for a small drafter's GPU to wait.
         """
-        while len(self._ahead) >= AHEAD:  # records that never came: refused, or of a phase that was left
-            self._ahead.pop(next(iter(self._ahead)), None)
+        # Those that never came: refused, or of a phase that was left. Another thread may take one meanwhile.
+        for never in list(self._ahead)[: 1 - AHEAD]:
+            self._ahead.pop(never, None)
         self._ahead[meta.batch, epoch] = self._packed(meta, epoch)
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:

@@ -15,7 +15,7 @@ from paceline.common.target_info import target_info
 from paceline.consumer.anchors import chain_starts, draw_anchors
 from paceline.consumer.blocks import default_gamma
 from paceline.consumer.drafter import ContextCache
-from paceline.consumer.learner import DFlashLearner, build_learner, drafter_dtype, micro_batches
+from paceline.consumer.learner import AHEAD, DFlashLearner, build_learner, drafter_dtype, micro_batches
 from paceline.consumer.linears import DraftMLP
 from paceline.consumer.losses import Summary
 from safetensors.torch import load_file
@@ -364,9 +364,18 @@ def test_what_was_prepared_ahead_is_used_and_changes_nothing(whole, monkeypatch)
     learner.prepare(meta, 1)
     for other in range(6):
         learner.prepare(replace(meta, batch=meta.batch + 1 + other % 2), 1)  # never come
+    assert len(learner._ahead) == 3
     monkeypatch.setattr(learner, "_micro_batches", lambda *_: pytest.fail("drawn once more"))
     learner.train_record(meta, ROWS.memory(), 1)
     torch.testing.assert_close(mean_gradient([learner]), whole[0])
+
+
+def test_records_that_never_come_are_forgotten():
+    learner = make_learner()
+    meta = ROWS.meta(IDS)
+    for batch in range(3 * AHEAD):
+        learner.prepare(replace(meta, batch=batch), 1)
+    assert list(learner._ahead) == [(batch, 1) for batch in range(2 * AHEAD, 3 * AHEAD)]
 
 
 def test_joined_projections_change_nothing(whole):
