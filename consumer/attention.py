@@ -49,10 +49,11 @@ class Tuning:
     each: int = 1
 
 
-TUNED = {  # by padded head dimension; 64 and 128 chosen among ten each on an H200
-    64: Tuning(Launch(64, 64, 4, 3), Launch(64, 32, 4, 3), Launch(32, 64, 4, 3), each=0),
-    128: Tuning(Launch(64, 64, 4, 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 3), each=1),
-    256: Tuning(Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 2), each=1),
+TUNED = {  # by bytes of a padded head; 128 and 256 (heads of 64 and 128 in bfloat16) chosen among ten each on an H200
+    128: Tuning(Launch(64, 64, 4, 3), Launch(64, 32, 4, 3), Launch(32, 64, 4, 3), each=0),
+    256: Tuning(Launch(64, 64, 4, 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 3), each=1),
+    512: Tuning(Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 2), each=1),
+    1024: Tuning(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), each=1),
 }
 
 
@@ -104,7 +105,7 @@ class RangeAttention:
 
     def __call__(self, q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:
         """Differentiable in all five tensors; see `Attend`."""
-        tuning = self._tuning or tuned(q.shape[-1])
+        tuning = self._tuning or tuned(q.shape[-1], q.element_size())
         ranges = self.ranges(window, tuning.keys.keys)
         result = _Attention.apply(q, *context, *block, ranges, tuning)
         assert isinstance(result, Tensor)
@@ -117,11 +118,12 @@ class RangeAttention:
         return self._ranges[window, tile]
 
 
-def tuned(head_dim: int) -> Tuning:
-    """The tiles for a head dimension of up to `MAX_HEAD_DIM`. ValueError beyond."""
+def tuned(head_dim: int, item_bytes: int) -> Tuning:
+    """The tiles for a head dimension of up to `MAX_HEAD_DIM`: wide heads need small ones to fit a multiprocessor's
+    shared memory. ValueError beyond."""
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"a head dimension of {head_dim} is more than the attention kernels take ({MAX_HEAD_DIM})")
-    return TUNED[max(min(TUNED), triton.next_power_of_2(head_dim))]
+    return TUNED[max(min(TUNED), item_bytes * triton.next_power_of_2(head_dim))]
 
 
 # Autograd ------------------------------------------------------------------------------------------------------------

@@ -107,10 +107,25 @@ def test_no_slots():
     assert found[0].shape == (4, 0, 16) and not found[2].any() and found[2].shape == ctx[0].shape
 
 
+@pytest.mark.parametrize("item_bytes", [2, 4])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_dim, item_bytes):
+    """227 KiB on the data-centre GPUs of today: what stays, and the tiles of two operands in flight at every stage."""
+    tuning, row = tuned(head_dim, item_bytes), head_dim * item_bytes
+    forward, queries, keys = tuning.forward, tuning.queries, tuning.keys
+    used = [
+        forward.slots * row + forward.stages * 2 * forward.keys * row,
+        3 * queries.slots * row + queries.stages * 2 * queries.keys * row,
+        2 * keys.keys * row + keys.stages * 2 * keys.slots * row,
+    ]
+    assert max(used) <= 227 * 1024
+
+
 def test_heads_that_the_kernels_do_not_take():
-    assert tuned(24) == TUNED[64] and tuned(96) == TUNED[128] and tuned(256) == TUNED[256]
+    assert tuned(24, 2) == tuned(64, 2) == TUNED[128] and tuned(96, 2) == TUNED[256] and tuned(256, 2) == TUNED[512]
+    assert tuned(64, 4) == TUNED[256] and tuned(256, 4) == TUNED[1024]
     with pytest.raises(ValueError, match="257"):
-        tuned(MAX_HEAD_DIM + 1)
+        tuned(MAX_HEAD_DIM + 1, 2)
     blocks, context = long_blocks()
     assert isinstance(attention(blocks, context, torch.device("cuda"), 320), DenseAttention)
     assert isinstance(attention(blocks, context, torch.device("cuda"), 128), RangeAttention)
