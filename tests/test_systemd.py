@@ -19,6 +19,8 @@ import pytest
 from paceline.common.runfile import RunFile, to_toml
 from systemd_box import Box, NoBox, check
 
+pytestmark = pytest.mark.slow  # a box boots for each; first in CI, none of them alone at the end
+
 PATIENCE = 300.0  # seconds, on a loaded machine
 HOME = Path("/opt/paceline")  # of the environment in the box
 PACELINE = f"{HOME}/bin/paceline"
@@ -184,7 +186,6 @@ def rings(box: Box) -> set[str]:
     return set(box.run("ls", "/dev/shm/paceline/tiny", check=False).split())
 
 
-@pytest.mark.slow
 def test_life_of_a_run(box: Box, tiny: Callable[..., None]):
     """Started, killed, hung, scaled to 3 workers and back, stopped with a checkpoint, resumed and finished."""
     box.run(PACELINE, "install-units")
