@@ -294,9 +294,13 @@ def error_line(stderr: str) -> str:
 
 
 def run_side(module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last; its errors, a user's mistake in one line."""
+    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last; its errors, a user's mistake in one line.
+
+    It compiles into the cache that workers and ranks use, so that a pipeline after it starts warm.
+    """
     command = [sys.executable, "-m", f"paceline.{module}", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | paths.compile_environment()
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode or not result.stdout.strip():
         last = error_line(result.stderr) or f"exit code {result.returncode}"
         kind, own, text = last.partition("Error: ")

@@ -236,9 +236,13 @@ def share_compile_caches() -> None:
 
     To be called before torch is imported. What the user's environment says stays.
     """
-    for variable, name in COMPILE_CACHES.items():
-        if not os.environ.get(variable):
-            os.environ[variable] = str(compile_cache() / name)
+    os.environ.update(compile_environment())
+
+
+def compile_environment() -> dict[str, str]:
+    """What `share_compile_caches` sets."""
+    missing = {variable: name for variable, name in COMPILE_CACHES.items() if not os.environ.get(variable)}
+    return {variable: str(compile_cache() / name) for variable, name in missing.items()}
 
 
 def compile_lock() -> Path:

@@ -1,11 +1,12 @@
 """`paceline bench step|target|stream`: what is counted, what is computed from it, and each for real on a CPU."""
 
 import json
+import os
 
 import numpy as np
 import pytest
-from paceline.common import bench_parts
-from paceline.common.bench import error_line
+from paceline.common import bench_parts, paths
+from paceline.common.bench import error_line, run_side
 from paceline.common.bench_parts import PADDED, StepOptions, chat_lengths, step_figures, stream_figures, target_figures
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError
@@ -206,3 +207,18 @@ def test_the_line_of_a_traceback_that_names_the_error():
     )
     assert error_line(text) == "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
     assert error_line("killed\n") == "killed" and error_line("") == ""
+
+
+def test_what_is_measured_compiles_where_runs_look(tmp_path, monkeypatch):
+    """Else each side of a pipeline would be compiled a second time, minutes into the measurement."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for variable in paths.COMPILE_CACHES:
+        monkeypatch.setenv(variable, "")  # as good as none, and taken back afterwards
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\necho "{\\"inductor\\": \\"$TORCHINDUCTOR_CACHE_DIR\\"}"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    found = run_side("consumer.bench")
+    assert not os.environ["TORCHINDUCTOR_CACHE_DIR"]  # only for the child
+    paths.share_compile_caches()
+    assert found == {"inductor": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
