@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,18 @@ if not Path("/proc/driver/nvidia/version").exists():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow tests come first, so that with several at a time none of them is left running alone at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """The slow tests come first in each worker's share, so that none of them is left running alone at the end.
+
+    xdist's worksteal first gives each of its workers an equal run of the list.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = iter([item for item in items if not item.get_closest_marker("slow")])
+    bounds = [len(items) * worker // workers for worker in range(workers + 1)]
+    shares = [slow[worker::workers] for worker in range(workers)]
+    for share, (start, end) in zip(shares, pairwise(bounds), strict=True):
+        share += islice(fast, max(0, end - start - len(share)))
+    items[:] = [*chain.from_iterable(shares), *fast]
 
 
 CHATML = (
