@@ -94,8 +94,9 @@ def _fork_rank(requests: socket.socket, fds: list[int], reports: int, parent: in
     """The pid of a rank that is a child of the trainer: of the one that forked it, which ends, and so of the reaper."""
     answer, pid = os.pipe()
     if (between := os.fork()) == 0:
+        forker = os.getpid()
         if (child := os.fork()) == 0:
-            _in_child(lambda: _forked_rank(requests, fds, reports, parent, become))
+            _in_child(lambda: _forked_rank(requests, fds, reports, (forker, parent), become))
         os.write(pid, str(child).encode())
         os._exit(0)
     os.waitpid(between, 0)
@@ -105,7 +106,11 @@ def _fork_rank(requests: socket.socket, fds: list[int], reports: int, parent: in
     return found
 
 
-def _forked_rank(requests: socket.socket, fds: list[int], reports: int, parent: int, become: Callable[[], int]) -> int:
+def _forked_rank(
+    requests: socket.socket, fds: list[int], reports: int, parents: tuple[int, int], become: Callable[[], int]
+) -> int:
+    """parents: who forked it and ends at once, then the trainer, which may have been killed meanwhile."""
+    forker, trainer = parents
     os.setpgid(0, 0)
     requests.close()
     stdin, stdout, pipe = (os.dup2(fd, 200 + at) for at, fd in enumerate(fds))
@@ -116,9 +121,9 @@ def _forked_rank(requests: socket.socket, fds: list[int], reports: int, parent: 
     for fd in (stdin, stdout, pipe):
         os.close(fd)
     sys.stdin = os.fdopen(0, closefd=False)
-    while os.getppid() != parent:
+    while os.getppid() == forker:
         time.sleep(0.0005)
-    return become()
+    return become() if os.getppid() == trainer else 1
 
 
 class _Popens:
