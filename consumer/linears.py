@@ -71,9 +71,8 @@ class _Fp8Product(torch.autograd.Function):
         return dx, slope.t() @ x
 
 
-def use_fp8(drafter: nn.Module) -> int:
-    """Switches the linear layers whose sizes allow it to fp8 products; returns how many weights they hold."""
-    switched = 0
+def use_fp8(drafter: nn.Module) -> None:
+    """Switches the linear layers whose sizes allow it to fp8 products."""
     for module in drafter.modules():
         if not isinstance(module, DraftLinear | DraftMLP):
             continue
@@ -83,8 +82,6 @@ def use_fp8(drafter: nn.Module) -> int:
         sizes = [size for layer in inside for size in layer.weight.shape]
         if all(size % ALIGNED == 0 for size in sizes):
             module.fp8 = True
-            switched += sum(layer.weight.numel() for layer in inside)
-    return switched
 
 
 def check_fp8(device: torch.device) -> None:

@@ -27,6 +27,7 @@ from ..common.timeline import Steps
 from .compiled import CompiledLayers
 from .fp8 import check_fp8, use_fp8
 from .shards import Shards, load_target
+from .summing import Landed
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class TargetSource:
         cu_seqlens: np.ndarray,
         out: memoryview,
         progress: Callable[[], None],
-        landed: Callable[[int, int], None] | None = None,
+        landed: Landed | None = None,
     ) -> bool:
         """Writes the states of a batch to `out`, [planes, T, H] of the recorded dtype and float8's scales; complete on
         return.
@@ -217,7 +218,7 @@ class TargetSource:
         states.record_stream(self._copies)  # its memory is not used again before the copy is done
 
 
-def _tell(copied: Any, landed: Callable[[int, int], None], start: int, stop: int) -> None:
+def _tell(copied: Any, landed: Landed, start: int, stop: int) -> None:
     copied.synchronize()
     landed(start, stop)
 

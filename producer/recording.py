@@ -40,6 +40,8 @@ from ..common.target_info import TargetInfo
 if TYPE_CHECKING:
     from .worker import StateSource
 
+from .summing import Landed
+
 log = logging.getLogger(__name__)
 
 _ENTRY = struct.Struct("<16sQQQ12x")  # key, offset, tokens, checksum; a CRC follows
@@ -256,7 +258,7 @@ class RecordingSource:
         cu_seqlens: np.ndarray,
         out: memoryview,
         progress: Callable[[], None],
-        landed: Callable[[int, int], None] | None = None,
+        landed: Landed | None = None,
     ) -> bool:
         """As `StateSource.record`. A batch of which a row is missing goes through the target whole."""
         bounds = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))

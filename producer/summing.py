@@ -10,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..common.record import Buffer, RunningChecksum
 
+Landed = Callable[[int, int], None]
+"""Told which bytes of a record's states, (first, past the last), will not change any more."""
+
 MOST_THREADS = 8  # a sum is bound by memory
 
 
@@ -20,9 +23,9 @@ class Summing:
         self._threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._pool = ThreadPoolExecutor(self._threads, "checksum")
 
-    def begin(self, payload: Buffer, length: int, offset: int) -> tuple[RunningChecksum, Callable[[int, int], None]]:
-        """The sum over a record's bytes, and what to call with (first byte, past the last one) of its states, which
-        begin at `offset`, once those are final. It returns when they are summed."""
+    def begin(self, payload: Buffer, length: int, offset: int) -> tuple[RunningChecksum, Landed]:
+        """The sum over a record's bytes, and whom to tell what landed of its states, which begin at `offset`; that
+        returns when it is summed."""
         running = RunningChecksum(payload, length)
 
         def landed(start: int, stop: int) -> None:

@@ -56,7 +56,7 @@ from ..common.wire import (
     encode,
 )
 from .recording import recording_source
-from .summing import Summing
+from .summing import Landed, Summing
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,6 @@ RETRY_S = 0.1  # between attempts to reach a feed that is not there
 PATIENCE_S = 2.0  # a wait longer than this is logged
 FULL_POLL_MS = (1, 20)  # a full ring is looked at so often: nobody says when a slot is freed
 BYE_LINGER_MS = 100
-
-
-Landed = Callable[[int, int], None]  # (first byte, past the last one)
 
 
 class StateSource(Protocol):
