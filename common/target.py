@@ -1,8 +1,8 @@
 """The target: loading it, finding its parts, and running its decoder for hidden states.
 
 The module of `common` that loads torch, with its own `quantised.py`. Worker, trainer ranks and evaluation use it;
-nothing that the command line, ring, wire or feed import reaches it. It owns no files and writes to no ring: states go to the
-caller's `sink`.
+nothing that the command line, ring, wire or feed import reaches it. It owns no files and writes to no ring: states
+go to the caller's `sink`.
 
 `Target` runs the decoder up to the deepest layer asked for, in one of three ways, chosen by `self_check()`:
 
