@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .runfile import RunFile
     from .target_info import TargetInfo
 
-HEAD_CHUNK = {"cpu": 2**26, "cuda": 2**30}  # bytes of float32 logits at a time; half of it in bfloat16
+HEAD_CHUNK = {"cpu": 2**26, "cuda": 5 * 2**28}  # bytes of float32 logits at a time; half of it in bfloat16
 CONTEXT = 700 * 2**20  # CUDA's context, its libraries' workspaces and the allocator's slack
 LANDING_TOKENS = 1024  # landing buffers grow in steps of so many tokens
 WIDE = 4  # bytes of float32: masters, gradients, moments

@@ -13,6 +13,7 @@ Tensors are [heads, n, D] with stride 1 along D and any others, so nothing is co
 FlashAttention's recurrences (Dao, 2307.08691).
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -110,6 +111,17 @@ class RangeAttention:
         result = _Attention.apply(q, *context, *block, ranges, tuning)
         assert isinstance(result, Tensor)
         return result
+
+    def prepare(self, windows: Iterable[int | None], head_dim: int, item_bytes: int) -> None:
+        """Sends the tables for such calls to the device now, on the current stream."""
+        tuning = self._tuning or tuned(head_dim, item_bytes)
+        for window in windows:
+            self.ranges(window, tuning.keys.keys)
+
+    def tables(self) -> Iterator[Tensor]:
+        """What `prepare` has sent."""
+        for ranges in self._ranges.values():
+            yield from ranges
 
     def ranges(self, window: int | None, tile: int) -> Ranges:
         if (window, tile) not in self._ranges:

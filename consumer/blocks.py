@@ -12,10 +12,10 @@ exists. All blocks of all rows lie one after another: S slots in N blocks over T
 reference, used on CPU. On CUDA the kernels of attention.py do the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -173,6 +173,12 @@ class DenseAttention:
         ]
         return torch.cat(mixed, 1) if mixed else q
 
+    def prepare(self, windows: Iterable[int | None], head_dim: int, item_bytes: int) -> None:
+        """Masks are made when they are used."""
+
+    def tables(self) -> Iterator[Tensor]:
+        return iter(())
+
     def _of(self, window: int | None) -> list[Tensor]:
         if window not in self._masks:
             self._masks[window] = [
@@ -192,7 +198,15 @@ def seen_from(blocks: Blocks, window: int | None) -> NDArray[np.int64]:
     return np.maximum(blocks.see_from, blocks.see_to + blocks.slot - (window - 1))
 
 
-def attention(blocks: Blocks, context: int, device: torch.device, head_dim: int) -> Attend:
+class Prepared(Attend, Protocol):
+    """An `Attend` whose tables can be made before the micro-batch is computed."""
+
+    def prepare(self, windows: Iterable[int | None], head_dim: int, item_bytes: int) -> None: ...
+
+    def tables(self) -> Iterator[Tensor]: ...
+
+
+def attention(blocks: Blocks, context: int, device: torch.device, head_dim: int) -> Prepared:
     """How a micro-batch of `context` tokens attends on a device: the kernels on CUDA, for heads that they take."""
     if device.type == "cuda" and head_dim <= MAX_HEAD_DIM:
         from .attention import RangeAttention  # on first use: a CPU run never needs Triton
@@ -228,12 +242,16 @@ class _Staging:
 
 
 @cache
-def _staging(device: torch.device) -> _Staging:
-    return _Staging(device)
+def _staging(stream: torch.cuda.Stream) -> _Staging:
+    return _Staging(stream.device)
 
 
 def to_device(columns: Sequence[NDArray[Any]], device: torch.device | str) -> list[Tensor]:
-    """1-D arrays of one dtype as tensors on a device, moved in one copy that the host does not wait for."""
+    """1-D arrays of one dtype as tensors on a device, moved in one copy on the current stream that the host does not
+    wait for. One thread at a time for each stream."""
     lengths, device = [len(column) for column in columns], torch.device(device)
-    joined = _staging(device).send(columns) if device.type == "cuda" else torch.from_numpy(np.concatenate(columns))
+    if device.type == "cuda":
+        joined = _staging(torch.cuda.current_stream(device)).send(columns)
+    else:
+        joined = torch.from_numpy(np.concatenate(columns))
     return list(joined.split(lengths))

@@ -382,6 +382,11 @@ class Drafter(nn.Module):
         self.rotary_emb = PlainRope(qwen3)
         self._parts = PLAIN_PARTS
 
+    @property
+    def windows(self) -> set[int | None]:
+        """Of the layers' attentions."""
+        return {layer.self_attn.window for layer in self._draft_layers()}
+
     def rope(self, like: Tensor, positions: Tensor) -> Rope:
         """Cosines and sines at int64 positions [n], in the dtype of `like`."""
         cos, sin = self.rotary_emb(like, positions[None])
@@ -393,9 +398,9 @@ class Drafter(nn.Module):
         features [T, K·H]: outputs of the recorded target layers side by side, in the order of target_layer_ids;
         positions [T] int64, each inside its own document.
         """
-        context = self._parts.context(self.fc, self.hidden_norm, features)
-        rope = self.rope(context, positions)
-        return [_by_head(self._parts.keys_values(layer.self_attn, context, rope)) for layer in self._draft_layers()]
+        attentions = [layer.self_attn for layer in self._draft_layers()]
+        pairs = self._parts.context(self.fc, self.hidden_norm, attentions, features, self.rope(features, positions))
+        return [_by_head(pair) for pair in pairs]
 
     def decode(self, embeds: Tensor, positions: Tensor, context: Sequence[ContextKV], attend: Attend) -> Tensor:
         """Hidden states [S, H] after the final norm of slots embedded as embeds [S, H] at positions [S]."""
@@ -454,12 +459,11 @@ def _by_head(pair: ContextKV) -> ContextKV:
     return pair[0].transpose(0, 1), pair[1].transpose(0, 1)
 
 
-def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
-    return norm(fc(features))
-
-
-def _keys_values(attention: DraftAttention, x: Tensor, rope: Rope) -> ContextKV:
-    return attention.keys_values(x, rope)
+def _context(
+    fc: nn.Module, norm: nn.Module, attentions: Sequence[DraftAttention], features: Tensor, rope: Rope
+) -> list[ContextKV]:
+    x = norm(fc(features))
+    return [attention.keys_values(x, rope) for attention in attentions]
 
 
 def _first(layer: DraftLayer, x: Tensor, rope: Rope) -> tuple[Tensor, ContextKV]:
@@ -480,14 +484,13 @@ def _last(layer: DraftLayer, norm: nn.Module, x: Tensor, mixed: Tensor) -> Tenso
 class Parts(NamedTuple):
     """What the forward consists of between its attentions, as functions of the modules: plain, or each compiled."""
 
-    context: Callable[..., Tensor]
-    keys_values: Callable[..., ContextKV]
+    context: Callable[..., list[ContextKV]]
     first: Callable[..., tuple[Tensor, ContextKV]]
     between: Callable[..., tuple[Tensor, Tensor, ContextKV]]
     last: Callable[..., Tensor]
 
 
-PLAIN_PARTS = Parts(_context, _keys_values, _first, _between, _last)
+PLAIN_PARTS = Parts(_context, _first, _between, _last)
 
 
 def compiled(part: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -192,3 +192,30 @@ def add_to(total: Tensor, part: Tensor) -> None:
     """total += part of another dtype, both contiguous: torch's own kernel for mixed dtypes moves a third fewer bytes
     a second."""
     cast(Any, _add_kernel)[(triton.cdiv(part.numel(), ADD_BLOCK),)](total, part, part.numel(), BLOCK=ADD_BLOCK)
+
+
+@triton.jit
+def _swiglu_kernel(both, inner, slopes, mixed, size, stride, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gate = tl.load(both + i * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + i * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(inner + i * stride + at, mask=inside, other=0.0).to(tl.float32)
+    share = 1 / (1 + tl.exp(-gate))
+    active = gate * share
+    kind = slopes.dtype.element_ty
+    tl.store(slopes + i * 2 * size + at, (slope * up * share * (1 + gate * (1 - share))).to(kind), mask=inside)
+    tl.store(slopes + i * 2 * size + size + at, (slope * active).to(kind), mask=inside)
+    tl.store(mixed + i * size + at, (active * up).to(kind), mask=inside)
+
+
+def swiglu_slopes(both: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    """As `linears.swiglu_slopes`; both contiguous."""
+    slopes, mixed = torch.empty_like(both), torch.empty_like(inner, memory_format=torch.contiguous_format)
+    rows, size = inner.shape
+    if rows:
+        cast(Any, _swiglu_kernel)[(rows, triton.cdiv(size, ADD_BLOCK))](
+            both, inner, slopes, mixed, size, inner.stride(0), BLOCK=ADD_BLOCK
+        )
+    return slopes, mixed

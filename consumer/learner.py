@@ -31,7 +31,7 @@ from ..common.runfile import RunFile
 from ..common.target import FrozenHead, as_dtype, compute_dtype
 from ..common.target_info import TargetInfo
 from .anchors import Positions, draw_anchors
-from .blocks import Blocks, attention, default_gamma, pack_blocks, to_device
+from .blocks import Blocks, Prepared, attention, default_gamma, pack_blocks, to_device
 from .chains import accept_everywhere, run_chains
 from .drafter import (
     ContextKV,
@@ -47,6 +47,7 @@ from .losses import (
     accepted,
     accepted_lazily,
     block_sums,
+    chunk_rows,
     head_cross_entropy,
     head_hits,
     sums_size,
@@ -145,7 +146,7 @@ class _Rows:
 
 
 class _Inputs(NamedTuple):
-    """A micro-batch's tables on the device; see `Blocks`."""
+    """The tables of some blocks on the device; see `Blocks`."""
 
     ids: Tensor
     positions: Tensor
@@ -154,6 +155,34 @@ class _Inputs(NamedTuple):
     cells: Tensor
     label_at: Tensor
     weights: Tensor
+
+
+class _Slots(NamedTuple):
+    """Blocks of a micro-batch, ready for the device."""
+
+    blocks: Blocks
+    inputs: _Inputs
+    attend: Prepared
+
+
+class _Micro(NamedTuple):
+    """A micro-batch without its states. needed: tokens whose states something sees; positions: theirs, int64."""
+
+    rows: _Rows
+    needed: int
+    positions: Tensor
+    slots: _Slots
+
+
+class _Packed(NamedTuple):
+    """A record's micro-batches; arrived: when their tables are on the device, if another stream brings them there."""
+
+    micros: list[_Micro]
+    arrived: torch.cuda.Event | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        for micro in self.micros:
+            yield from (micro.positions, *micro.slots.inputs, *micro.slots.attend.tables())
 
 
 class _States(NamedTuple):
@@ -189,7 +218,8 @@ class DFlashLearner:
         if self.device.type == "cuda":
             self.drafter.compile_parts()
         self._steps = self._graphs = 0
-        self._ahead: dict[tuple[int, int], tuple[list[_Rows], list[Blocks]]] = {}  # by batch and epoch
+        self._ahead: dict[tuple[int, int], _Packed] = {}  # by batch and epoch
+        self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._sums = torch.zeros(sums_size(self.config.block_size), dtype=torch.float64, device=self.device)
 
     def _join(self) -> None:
@@ -202,14 +232,20 @@ class DFlashLearner:
     # Records
 
     def prepare(self, meta: RecordMeta, epoch: int) -> None:
-        """Draws the anchors and packs the blocks of a record that `train_record` will get, in any thread.
+        """Draws the anchors and packs the blocks of a record that `train_record` will get, in any thread, and sends
+        their tables to the device.
 
         Tens of thousands of slots take the host long enough for a small drafter's GPU to wait.
         """
         # Those that never came: refused, or of a phase that was left. Another thread may take one meanwhile.
         for never in list(self._ahead)[: 1 - AHEAD]:
             self._ahead.pop(never, None)
-        self._ahead[meta.batch, epoch] = self._packed(meta, epoch)
+        if self._beside is None:
+            packed = self._packed(meta, epoch)
+        else:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._beside):
+                packed = self._packed(meta, epoch)._replace(arrived=self._beside.record_event())
+        self._ahead[meta.batch, epoch] = packed
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         """Adds a record's gradients and sums. states: the record's [planes, T, H] bytes in its slot; done: the share
@@ -217,31 +253,47 @@ class DFlashLearner:
 
         On return the slot may be released: nothing points into it and no copy out of it is under way.
         """
-        micros, blocks = self._ahead.pop((meta.batch, epoch), None) or self._packed(meta, epoch)
-        needed = [len(rows.tokens) for rows in micros]
-        if not self._objective.needs_target:  # nothing sees what is after the last anchor
-            needed = [max(1, packed.spans[-1].context_to) for packed in blocks]
+        packed = self._ahead.pop((meta.batch, epoch), None) or self._packed(meta, epoch)
+        if packed.arrived is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_event(packed.arrived)
+            for table in packed.tensors():
+                table.record_stream(here)  # else its memory could be another table's before it has been read
         noise = self._run.objective.noise * (1 - done)
-        for rows, packed, found in zip(micros, blocks, self._states(meta, states, micros, needed), strict=True):
+        for micro, found in zip(packed.micros, self._states(meta, states, packed.micros), strict=True):
             if noise:
-                self._add_noise(found.features, rows, noise, epoch)
-            context = self.drafter.project_context(found.features, self._context_positions(rows, len(found.features)))
-            self._score(packed, context, len(rows.tokens), found.last).backward()
+                self._add_noise(found.features, micro.rows, noise, epoch)
+            context = self.drafter.project_context(found.features, micro.positions)
+            self._score(micro.slots, context, len(micro.rows.tokens), found.last).backward()
 
     @torch.no_grad()
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
         """Adds a record's sums, chains included; no gradients. On return its slot may be released."""
-        micros = self._micro_batches(meta, EVAL_EPOCH)
-        needed = [len(rows.tokens) for rows in micros]
-        for rows, found in zip(micros, self._states(meta, states, micros, needed), strict=True):
-            context = self.drafter.project_context(found.features, self._context_positions(rows, len(found.features)))
-            self._score(self._pack(rows, rows.anchors), context, len(rows.tokens), found.last)
-            self._chain(rows, context)
+        micros = self._packed(meta, EVAL_EPOCH, chains=True).micros
+        for micro, found in zip(micros, self._states(meta, states, micros), strict=True):
+            context = self.drafter.project_context(found.features, micro.positions)
+            self._score(micro.slots, context, len(micro.rows.tokens), found.last)
+            self._chain(micro.rows, context)
         self._graphs = counters["stats"]["unique_graphs"]  # an evaluation's are its own
 
-    def _packed(self, meta: RecordMeta, epoch: int) -> tuple[list[_Rows], list[Blocks]]:
-        micros = self._micro_batches(meta, epoch)
-        return micros, [self._pack(rows, rows.anchors) for rows in micros]
+    def _packed(self, meta: RecordMeta, epoch: int, *, chains: bool = False) -> _Packed:
+        """chains: of an evaluation, whose chains see more than the drawn blocks do."""
+        packed = []
+        for rows in self._micro_batches(meta, epoch):
+            blocks = self._pack(rows, rows.anchors)
+            needed = len(rows.tokens)
+            if not self._objective.needs_target and not chains:  # nothing sees what is after the last anchor
+                needed = max(1, blocks.spans[-1].context_to)
+            positions = self._context_positions(rows, needed)
+            packed.append(_Micro(rows, needed, positions, self._slots(blocks, needed)))
+        return _Packed(packed)
+
+    def _slots(self, blocks: Blocks, context: int) -> _Slots:
+        columns = [blocks.ids, blocks.positions, blocks.scored, blocks.labels, blocks.cells, blocks.label_at]
+        inputs = _Inputs._make([*to_device(columns, self.device), *to_device([blocks.weights], self.device)])
+        attend = attention(blocks, context, self.device, self.config.head_dim)
+        attend.prepare(self.drafter.windows, self.config.head_dim, self._embedding.element_size())
+        return _Slots(blocks, inputs, attend)
 
     def _micro_batches(self, meta: RecordMeta, epoch: int) -> list[_Rows]:
         cu, objective = meta.cu_seqlens, self._run.objective
@@ -271,13 +323,11 @@ class DFlashLearner:
             for first, past, at in parts
         ]
 
-    def _states(
-        self, meta: RecordMeta, states: memoryview, micros: Sequence[_Rows], needed: Sequence[int]
-    ) -> Iterator[_States]:
-        """Hidden states of the first `needed` tokens of each micro-batch."""
+    def _states(self, meta: RecordMeta, states: memoryview, micros: Sequence[_Micro]) -> Iterator[_States]:
+        """Hidden states of the needed tokens of each micro-batch."""
         view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
         scales = view_scales(states, meta.states_shape) if meta.dtype == FP8 else None
-        spans = [(rows.start, rows.start + count) for rows, count in zip(micros, needed, strict=True)]
+        spans = [(micro.rows.start, micro.rows.start + micro.needed) for micro in micros]
         last = self._objective.needs_target
         for features, hidden in self._reader.features(view, len(meta.layer_ids), spans, last=last, scales=scales):
             with torch.no_grad():
@@ -311,43 +361,42 @@ class DFlashLearner:
             gamma=self._gamma,
         )
 
-    def _hidden(self, blocks: Blocks, context: Sequence[ContextKV]) -> tuple[Tensor, _Inputs]:
-        """States [n, H] of the scored slots, and the tables that came along."""
-        columns = [blocks.ids, blocks.positions, blocks.scored, blocks.labels, blocks.cells, blocks.label_at]
-        inputs = _Inputs._make([*to_device(columns, self.device), *to_device([blocks.weights], self.device)])
-        attend = attention(blocks, context[0][0].shape[1], self.device, self.config.head_dim)
-        embeds = F.embedding(inputs.ids, self._embedding)
-        hidden = self.drafter.decode(embeds, inputs.positions, context, attend)
-        return hidden.index_select(0, inputs.scored), inputs
+    def _hidden(self, slots: _Slots, context: Sequence[ContextKV]) -> Tensor:
+        """States [n, H] of the scored slots."""
+        embeds = F.embedding(slots.inputs.ids, self._embedding)
+        hidden = self.drafter.decode(embeds, slots.inputs.positions, context, slots.attend)
+        return hidden.index_select(0, slots.inputs.scored)
 
-    def _score(self, blocks: Blocks, context: Sequence[ContextKV], tokens: int, last: Tensor | None = None) -> Tensor:
+    def _score(self, slots: _Slots, context: Sequence[ContextKV], tokens: int, last: Tensor | None = None) -> Tensor:
         """Adds the blocks' sums and returns their share of the loss's numerator."""
-        hidden, inputs = self._hidden(blocks, context)
-        scored = self._through_head(blocks, hidden, inputs, last)
+        scored = self._through_head(slots, self._hidden(slots, context), last)
         self._sums += block_sums(
             scored,
-            inputs.cells,
-            blocks=blocks.count,
+            slots.inputs.cells,
+            blocks=slots.blocks.count,
             block_size=self.config.block_size,
             context_tokens=tokens,
         )
         return scored.loss
 
-    def _through_head(self, blocks: Blocks, hidden: Tensor, inputs: _Inputs, last: Tensor | None) -> Scored:
+    def _through_head(self, slots: _Slots, hidden: Tensor, last: Tensor | None) -> Scored:
+        blocks, inputs = slots.blocks, slots.inputs
         if self._objective.plain:
             return head_cross_entropy(hidden, self._head, inputs.labels, inputs.weights, chunk_bytes=self._chunk)
-        most = max(1, self._chunk // (4 * len(self._head)))
-        runs = whole_blocks(blocks.block[blocks.scored], most)
         size = self.config.block_size
-        slots = Slots(inputs.labels, inputs.weights, inputs.cells, blocks.count, size, runs)
+        # A run of whole blocks is a little shorter than what is allowed: so that there is not one more than needed.
+        most = min(chunk_rows(len(hidden), self._head, self._chunk) + size, self._chunk // (4 * len(self._head)))
+        runs = whole_blocks(blocks.block[blocks.scored], max(1, most))
+        table = Slots(inputs.labels, inputs.weights, inputs.cells, blocks.count, size, runs)
         target = None if last is None else last.index_select(0, inputs.label_at - 1)
         backend = fused_backend() if self.device.type == "cuda" else PLAIN
-        return score_through_head(hidden, self._head, slots, self._objective, target, backend)
+        return score_through_head(hidden, self._head, table, self._objective, target, backend)
 
     def _chain(self, rows: _Rows, context: Sequence[ContextKV]) -> None:
         def accept(anchors: list[Positions]) -> NDArray[np.int64]:
             blocks = self._pack(rows, anchors)
-            hidden, inputs = self._hidden(blocks, context)
+            slots = self._slots(blocks, context[0][0].shape[1])
+            hidden, inputs = self._hidden(slots, context), slots.inputs
             size = self.config.block_size
             if self.device.type == "cpu":
                 counts = accepted_lazily(hidden, self._head, inputs.labels, inputs.cells, blocks.count, size)
@@ -417,8 +466,10 @@ class DFlashLearner:
         finite = bool(np.isfinite(total).all())
         norm = 0.0
         if finite and summary.weight > 0:
-            norm = self._optimizer.step(lr, summary.weight)
-        self.discard()
+            norm = self._optimizer.step(lr, summary.weight)  # clears the gradients
+            self._sums.zero_()
+        else:
+            self.discard()
         return StepResult(finite and math.isfinite(norm), norm, summary)
 
     def _watch_compiler(self) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paceline.consumer import linears
+from paceline.consumer import kernels, linears
 from paceline.consumer.blocks import DenseAttention
 from paceline.consumer.drafter import PLAIN_PARTS, DrafterConfig, init_drafter
 from paceline.consumer.optim import MasterWeights
@@ -65,4 +65,28 @@ def test_a_token_count_that_equals_the_hidden_size():
     before = counters["stats"]["unique_graphs"]
     for tokens in (CONFIG.hidden_size, 100, 37):
         drafter.project_context(torch.randn(tokens, CONFIG.features), torch.arange(tokens))
-    assert counters["stats"]["unique_graphs"] - before == 2
+    assert counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_slopes_through_the_activation_are_autograds():
+    """`_SwigluDown` against autograd through the same formula, in float64."""
+    both, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 14), (3, 7)))
+    found = linears._SwigluDown.apply(both, weight, False)
+    gate, up = both.chunk(2, -1)
+    plain = (torch.nn.functional.silu(gate) * up) @ weight.t()
+    torch.testing.assert_close(found, plain)
+    outer = torch.randn_like(plain)
+    for ours, wanted in zip(*(torch.autograd.grad(y, (both, weight), outer) for y in (found, plain)), strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (1, 2500), (0, 8)])
+def test_the_activations_kernel_equals_the_plain_form(shape):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    both, inner = (torch.randn(shape[0], width, device=device) for width in (2 * shape[1], shape[1]))
+    plain = linears.swiglu_slopes(both.cpu(), inner.cpu())
+    spread = torch.empty(shape[0], 2 * shape[1], device=device)[:, : shape[1]].copy_(
+        inner
+    )  # rows that are further apart
+    for ours, wanted in zip(kernels.swiglu_slopes(both, spread), plain, strict=True):
+        torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-5, atol=1e-6)

@@ -422,8 +422,11 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
     records = [(ROWS.pick(*g).meta([IDS[row] for row in g]), pinned(ROWS.pick(*g))) for g in ((1, 4), (2,), (0, 3, 4))]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for meta, states in records:
-            learner.train_record(meta, states, 2)
+        for ahead in (False, True):
+            for meta, states in records:
+                if ahead:
+                    learner.prepare(meta, 2)
+                learner.train_record(meta, states, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counters["stats"]["unique_graphs"] == graphs["unique_graphs"]
@@ -431,7 +434,11 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_gradient_equals_the_cpus(whole):
-    learner = train(make_learner(device="cuda", trainer={"micro_tokens": 50}), (0, 1, 2, 3, 4))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_cuda_gradient_equals_the_cpus(whole, ahead):
+    learner = make_learner(device="cuda", trainer={"micro_tokens": 50})
+    if ahead:
+        learner.prepare(ROWS.pick(0, 1, 2, 3, 4).meta(IDS), 1)
+    train(learner, (0, 1, 2, 3, 4))
     torch.testing.assert_close(mean_gradient([learner]).cpu(), whole[0], rtol=5e-3, atol=5e-4)
     np.testing.assert_allclose(learner.sums()[:2], whole[1][:2], rtol=1e-3)

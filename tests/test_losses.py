@@ -10,6 +10,7 @@ from paceline.consumer.losses import (
     accepted,
     accepted_lazily,
     block_sums,
+    even_chunk,
     head_cross_entropy,
     head_hits,
     sums_size,
@@ -142,3 +143,18 @@ def test_lazy_acceptance_is_the_whole_ones(right: float):
     assert torch.equal(accepted_lazily(hidden, head, labels, cells, blocks, size), whole)
     assert bool(whole.any()) == (right > 0)
     assert right < 1 or whole.sum() == sum(lengths)
+
+
+@pytest.mark.parametrize("processors", [1, 8, 132])
+@pytest.mark.parametrize(("rows", "most"), [(7660, 2208), (2209, 2208), (60000, 6826), (3, 1)])
+def test_even_chunks_are_no_larger_than_allowed(rows, most, processors):
+    size = even_chunk(rows, most, 4096, 151936, processors)
+    assert 1 <= size <= most
+    assert rows % size == 0 or size - rows % size < -(-rows // size)  # equal, but for what does not divide
+
+
+def test_a_chunk_fills_its_last_wave():
+    """Back through the head 1,532 rows of 4,096 are 192 tiles, two waves on 132 processors, as are the 240 tiles of
+    1,915 rows; 958 rows are 128 tiles, one wave."""
+    assert even_chunk(7660, 2208, 4096, 151936, 132) == 1915
+    assert even_chunk(7660, 1766, 4096, 151936, 132) == 958
