@@ -122,10 +122,10 @@ def activation_bytes(shape: Shape, slots: int, tokens: int) -> int:
     """Elements that backward needs: of the draft layers for each slot, of the context's projections for each token.
 
     A slot in a layer: the residual and its normed copy twice (4H), queries before and after norm and RoPE and the
-    attention's output (3Q), keys and values likewise (4K), gate, up and their product (3I). A context token: fc's
+    attention's output (3Q), keys and values likewise (4K), gate and up (2I). A context token: fc's
     output and its normed copy (2H) once, keys and values (4K) in each layer.
     """
-    slot = 4 * shape.hidden + 3 * shape.queries + 4 * shape.keys + 3 * shape.inner
+    slot = 4 * shape.hidden + 3 * shape.queries + 4 * shape.keys + 2 * shape.inner
     return shape.layers * (slots * slot + tokens * 4 * shape.keys) + tokens * 2 * shape.hidden
 
 

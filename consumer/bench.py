@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch._dynamo.utils import counters
 
 from ..common.batch import BatchId, Kind
 from ..common.dataset import prepared_rows
@@ -36,6 +37,7 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     records = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
     buffers = [random_states(meta, on_gpu=device.startswith("cuda")) for meta in records]
     done, tokens, begun = 0, 0, time.perf_counter()
+    graphs = math.inf  # until all has been compiled once
     ahead = Ahead(learner)
     while done < WARM + 2 or time.perf_counter() - begun < seconds:
         meta, buffer = records[done % RECORDS], buffers[done % RECORDS]
@@ -43,8 +45,9 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
             ahead.train_record(meta, states, done, then=(records[(done + 1) % RECORDS], done + 1))
         learner.step(learner.sums(), run.optimizer.lr)  # waits for the device
         done, tokens = done + 1, tokens + len(meta.tokens)
-        if done == WARM:
-            tokens, begun = 0, time.perf_counter()
+        late = counters["stats"]["unique_graphs"] > graphs and done <= 2 * WARM  # what is compiled late is no step
+        if done == WARM or late:
+            graphs, tokens, begun = counters["stats"]["unique_graphs"], 0, time.perf_counter()
     rate = tokens / (time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
     return {"tokens_per_s": rate, "steps": done, "peak_bytes": peak}

@@ -27,6 +27,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
@@ -499,7 +500,7 @@ def compiled(part: Callable[..., Any], backend: str | Callable[..., Any]) -> Cal
     `torch.compile(dynamic=True)` would also make a symbol of a hidden size that happens to equal that first size once,
     and inputs of floats.
     """
-    inner = torch.compile(part, backend=backend)
+    inner = torch.compile(part, backend=backend, options=unguarded() if backend == "inductor" else None)
 
     def run(*arguments: Any) -> Any:
         for argument in arguments:
@@ -509,6 +510,17 @@ def compiled(part: Callable[..., Any], backend: str | Callable[..., Any]) -> Cal
         return inner(*arguments)
 
     return run
+
+
+def unguarded() -> dict[str, Any]:
+    """Inductor's options for graphs that serve all sizes.
+
+    Where it could fuse a norm's two sums in backward it asks whether there are many rows (8,192 at a width of 4,096),
+    and its answer becomes a guard: the first micro-batch on the other side would be compiled anew, ten seconds into
+    which everything waits.
+    """
+    name = "mix_order_reduction_non_strict_mode"
+    return {f"triton.{name}": True} if hasattr(inductor_config.triton, name) else {}
 
 
 def attend_one_block(q: Tensor, context: ContextKV, block: ContextKV, window: int | None) -> Tensor:

@@ -1,7 +1,10 @@
 """The drafter's compiled parts: the plain ones' numbers, from one graph each whatever the sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from paceline.consumer import drafter as drafter_module
 from paceline.consumer import kernels, linears
 from paceline.consumer.blocks import DenseAttention
 from paceline.consumer.drafter import PLAIN_PARTS, DrafterConfig, init_drafter
@@ -90,3 +93,21 @@ def test_the_activations_kernel_equals_the_plain_form(shape):
     )  # rows that are further apart
     for ours, wanted in zip(kernels.swiglu_slopes(both, spread), plain, strict=True):
         torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_inductor_is_told_to_make_no_guards_of_sizes():
+    assert drafter_module.unguarded() == {"triton.mix_order_reduction_non_strict_mode": True}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_few_rows_and_many_share_a_graph_on_a_gpu():
+    """1,000 and 40,000 rows of 256 are on either side of what Inductor calls many."""
+    torch.compiler.reset()
+    drafter = init_drafter(replace(CONFIG, hidden_size=256), seed=0).cuda()
+    drafter.compile_parts()
+    before = counters["stats"]["unique_graphs"]
+    for tokens in (1000, 40000, 300):
+        features = torch.randn(tokens, 2 * 256, device="cuda")
+        pairs = drafter.project_context(features, torch.arange(tokens, device="cuda"))
+        sum(t.square().sum() for pair in pairs for t in pair).backward()
+    assert counters["stats"]["unique_graphs"] - before == 1
