@@ -159,13 +159,27 @@ def tiny_config(kind: str):
             linear_num_value_heads=4,
             layer_types=["linear_attention", "full_attention"] * 2,
         )
+    if kind == "qwen3_next":
+        return transformers.Qwen3NextConfig(
+            **common,
+            head_dim=16,
+            linear_key_head_dim=16,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        )
     raise ValueError(kind)
 
 
 @pytest.fixture(scope="session")
 def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Path]:
     """make_tiny_target(kind) -> folder of a random float32 target with its tokenizer; kind is llama, qwen3,
-    mistral, qwen3_moe, gemma3, gpt_oss or qwen3_5. Made once a session."""
+    mistral, qwen3_moe, gemma3, gpt_oss, qwen3_5 or qwen3_next. Made once a session."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
