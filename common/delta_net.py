@@ -35,7 +35,7 @@ CHUNK = 64  # tokens that fla's kernels take at a time
 CHECK_OFFSETS = (0, 70, 75, 75 + 2 * CHUNK + 1, 290)
 LIMITS = {torch.float32: 0.01}  # relative error; the products of float32 are TF32's
 LIMIT = 0.05  # of half precision
-PACKAGE = "flash-linear-attention"
+PACKAGE = "flash-linear-attention"  # or its part fla-core, which has the kernels
 EXTRA = "pip install 'paceline[linear-attention]'"
 
 
@@ -86,24 +86,19 @@ class Kernels(NamedTuple):
 def kernels() -> Kernels:
     """fla's convolution and gated delta rule. Raises Unpackable where they are not there."""
     try:
-        importlib.import_module("fla")
+        conv = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
+        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except ModuleNotFoundError as error:
         if error.name == "fla":
             raise Unpackable(f"its Gated DeltaNet layers need {PACKAGE} for that: {EXTRA}") from None
-        raise Unpackable(f"{PACKAGE} does not load: {error}") from error
-    try:
-        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        conv = getattr(_conv_module(), "causal_conv1d")  # noqa: B009 (no such attribute is an error of its own)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        raise Unpackable(f"{PACKAGE} does not load: {error}") from error
+        raise Unpackable(f"{PACKAGE} lacks {error.name}: {EXTRA}") from error
+    except Exception as error:  # kernels are declared at import, where Triton may refuse them in any way
+        raise Unpackable(f"{PACKAGE} does not load ({_first_line(error)}): {EXTRA}") from error
     return Kernels(conv, rule)
 
 
-def _conv_module() -> Any:
-    try:
-        return importlib.import_module("fla.modules.causal_conv1d")
-    except ModuleNotFoundError:  # its place before fla-core 0.6
-        return importlib.import_module("fla.modules.convolution")
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -234,7 +229,7 @@ def fault(layer: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         found = (_conv(x, weight, layer.conv1d.bias, layer.activation), _rule(q, k, v, g, beta))
     except Exception as error:  # a kernel's compiler may raise anything, and rows can run another way
-        return "fla's kernels do not run: " + f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"fla's kernels do not run: {_first_line(error)}"
     finally:
         boundaries.reset(token)
     bias = layer.conv1d.bias

