@@ -106,7 +106,7 @@ def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, profile:
     )
 
 
-_KINDS = ("full", "chat", "padded-512")
+_KINDS = ("full", "chat", "padded-512", "padded-plain")
 
 
 def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
     multiple=True,
     type=click.Choice(_KINDS),
     help="full: rows of --length. chat: rows of a chat's lengths, packed. padded-512: those, each computed as 512 "
-    "positions. Repeatable.  [default: full]",
+    "positions. padded-plain: so by plain PyTorch. Repeatable.  [default: full]",
 )
 @click.option("--rows", type=click.IntRange(min=1), help="Full rows in a step.  [default: 4, on a CPU 1]")
 @click.option("--anchors", type=click.IntRange(min=1), help="Blocks in a full row.  [default: 512, on a CPU 16]")

@@ -1,19 +1,20 @@
 """The target: loading it, finding its parts, and running its decoder for hidden states.
 
-The module of `common` that loads torch, with its own `quantised.py`. Worker, trainer ranks and evaluation use it;
-nothing that the command line, ring, wire or feed import reaches it. It owns no files and writes to no ring: states
-go to the caller's `sink`.
+With its own `boundaries.py`, `delta_net.py` and `quantised.py`, the only module of `common` that loads torch. Worker,
+trainer ranks and evaluation use it; nothing that the command line, ring, wire or feed import reaches it. It owns no
+files and writes to no ring: states go to the caller's `sink`.
 
 `Target` runs the decoder up to the deepest layer asked for, in one of three ways, chosen by `self_check()`:
 
-    packed   all rows end to end in one sequence; attention is told the boundaries (`packed_attention`)
+    packed   all rows end to end in one sequence; attention (`packed_attention`) and Gated DeltaNet (`delta_net.py`)
+             are told the boundaries
     padded   rows of like length side by side, padded on the right, where causal rows never look
     alone    one row at a time
 
 Packed rows may also run through compiled layers (`Faster`), after the same check.
 
-A mask or a cache would turn off transformers' own packing in silence, and models with attention sinks, recurrent or
-convolutional layers leak from row to row. So a way is used only after it reproduced rows run alone by the model's own
+A mask or a cache would turn off transformers' own packing in silence, and models with attention sinks or
+other recurrent layers leak from row to row. So a way is used only after it reproduced rows run alone by the model's own
 attention. No way builds a mask of T x T over a batch.
 """
 
@@ -25,9 +26,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -49,6 +48,8 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import delta_net
+from .boundaries import Boundaries, Unpackable, boundaries, current
 from .errors import ConfigError
 from .quantised import check_quantisation, quantisation, restore
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
@@ -77,6 +78,7 @@ CHECK_LENGTHS: tuple[int, ...] = (23, 17, 40)  # rows of the self-check; another
 CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check reaches across
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # relative error of states, mean of tokens
 
+_ATTENTION = {"full_attention", "sliding_attention"}  # layer types that `packed_attention` serves
 _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "embedding_norm")
 
 
@@ -104,10 +106,6 @@ class Pass(NamedTuple):
 
 class _LastLayer(Exception):
     """Leaves the decoder's forward once the deepest layer asked for has run."""
-
-
-class _Unpackable(Exception):
-    """The model's attention needs something that `packed_attention` does not do."""
 
 
 # Eight-bit matmuls ---------------------------------------------------------------------------------------------------
@@ -149,26 +147,6 @@ def plain_scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale
 PACKED = "paceline_varlen"
 
 
-@dataclass
-class _Boundaries:
-    """What `packed_attention` must know of the batch that runs; the model's code does not pass it down."""
-
-    cu_seqlens: Sequence[int]  # R+1 offsets
-    device: torch.device
-    windows: set[int | None] = field(default_factory=set)  # the sliding windows that layers asked for
-
-    @cached_property
-    def offsets(self) -> Tensor:
-        return torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.device)
-
-    @cached_property
-    def longest(self) -> int:
-        return max(end - start for start, end in pairwise(self.cu_seqlens))
-
-
-_boundaries: ContextVar[_Boundaries | None] = ContextVar("paceline_boundaries", default=None)
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -192,15 +170,13 @@ def packed_attention(
     wanted = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
     wanted += ["bidirectional"] * (not causal) + ["mask"] * (attention_mask is not None)
     if wanted:
-        raise _Unpackable(f"its attention uses {', '.join(wanted)}")
+        raise Unpackable(f"its attention uses {', '.join(wanted)}")
     attend = torch.ops.paceline.packed_attention if torch.compiler.is_compiling() else _attend
     return attend(query, key, value, scaling, sliding_window), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    bounds = _boundaries.get()
-    if bounds is None:
-        raise RuntimeError("packed_attention runs only inside Target.forward_states")
+    bounds = current()
     bounds.windows.add(window)
     if (output := _varlen(query, key, value, bounds, scaling, window)) is not None:
         return output
@@ -247,7 +223,7 @@ def _varlen_kernel() -> Callable[..., Any] | None:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, bounds: _Boundaries, scaling: float | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, bounds: Boundaries, scaling: float | None, window: int | None
 ) -> Tensor | None:
     """`packed_attention` by torch's varlen kernel, [1, T, Hq, D]; None where it does not apply."""
     half, width = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
@@ -616,6 +592,7 @@ class Target:
         self.pad_to = 1  # packed token counts are rounded up to a multiple of it
         self.announce: Callable[[Pass], None] = lambda one: None  # told of each pass before it runs
         self._own_attention = str(decoder.config._attn_implementation)
+        self._delta_nets = delta_net.delta_nets(layers) if device.type in delta_net.DEVICES else []
 
     @classmethod
     def load(
@@ -687,7 +664,7 @@ class Target:
             count, spare = len(tokens), -len(tokens) % self.pad_to
             if spare:  # a row of its own, which nobody is given
                 tokens, cu_seqlens = nn.functional.pad(tokens, (0, spare)), [*cu_seqlens, count + spare]
-            bounds = _Boundaries(cu_seqlens, self.device)
+            bounds = Boundaries(cu_seqlens, self.device)
             self._packed(tokens, bounds, planes, lambda plane, out: sink(plane, out.reshape(-1, hidden)[:count], 0))
             return
         for group in _groups(cu_seqlens, self.mode):
@@ -713,19 +690,19 @@ class Target:
             planes[layer].append(plane)
         return planes
 
-    def _packed(self, tokens: Tensor, bounds: _Boundaries, planes: dict[int, list[int]], deliver: Any) -> None:
+    def _packed(self, tokens: Tensor, bounds: Boundaries, planes: dict[int, list[int]], deliver: Any) -> None:
         lengths = [end - start for start, end in pairwise(bounds.cu_seqlens)]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        token = _boundaries.set(bounds)
+        token = boundaries.set(bounds)
         try:
             self._run(planes, deliver, input_ids=tokens[None], position_ids=positions[None])
         finally:
-            _boundaries.reset(token)
+            boundaries.reset(token)
 
     def _run(self, planes: dict[int, list[int]], deliver: Callable[[int, Tensor], None], **inputs: Tensor) -> None:
         """One pass of the decoder. Hooks sit only on the layers asked for; the deepest one's ends the pass."""
         deepest = max(planes)
-        bounds = _boundaries.get() if self.mode == "packed" else None
+        bounds = boundaries.get() if self.mode == "packed" else None
         offsets = bounds.cu_seqlens if bounds else ()
         self.announce(Pass(self.mode, deepest, inputs["input_ids"], inputs.get("position_ids"), offsets))
         shape = (*inputs["input_ids"].shape, self.info.hidden_size)
@@ -760,11 +737,11 @@ class Target:
         inputs = {"input_ids": one.input_ids}
         if one.position_ids is not None:
             inputs["position_ids"] = one.position_ids
-        token = _boundaries.set(_Boundaries(one.cu_seqlens, self.device))
+        token = boundaries.set(Boundaries(one.cu_seqlens, self.device))
         try:
             self._run({one.deepest: []}, lambda plane, out: None, **inputs)
         finally:
-            _boundaries.reset(token)
+            boundaries.reset(token)
 
     # Which way is right for this model
 
@@ -783,11 +760,13 @@ class Target:
             try:
                 self._use(mode)
                 fault = self._fault(rows, alone)
-            except (_Unpackable, RuntimeError, ValueError, TypeError) as error:
+            except (Unpackable, RuntimeError, ValueError, TypeError) as error:
                 fault = first_line(error)
             if fault is None:
                 break
-            log.info("rows do not run %s: %s", mode, fault)
+            # A hybrid's rows pack where its package is there and works: worth a warning, not only a line.
+            level = logging.WARNING if mode == "packed" and self._delta_nets else logging.INFO
+            log.log(level, "rows do not run %s: %s", mode, fault)
             self._use("alone")
         log.info("self-check: rows run %s (%.1f s)", self.mode, time.monotonic() - started)
         if faster is not None:
@@ -814,7 +793,9 @@ class Target:
             with quiet_loading():
                 self.decoder.set_attn_implementation(wanted)
         if str(self.decoder.config._attn_implementation) != wanted:
-            raise _Unpackable("its attention cannot be replaced")
+            raise Unpackable("its attention cannot be replaced")
+        change = delta_net.pack if mode == "packed" else delta_net.unpack
+        change(self._delta_nets)
         self.mode = mode
 
     def _check_rows(self) -> list[Tensor]:
@@ -822,6 +803,8 @@ class Target:
         window = getattr(self._text, "sliding_window", None) or 0
         if 0 < window <= CHECK_WINDOW.get(self.device.type, 512):
             lengths.append(window + 33)
+        if self._delta_nets:
+            lengths.append(2 * delta_net.CHUNK + 33)
         generator = torch.Generator().manual_seed(0)
         return [torch.randint(self.info.vocab_size, (length,), generator=generator) for length in lengths]
 
@@ -845,8 +828,11 @@ class Target:
     def _fault(self, rows: list[Tensor], alone: list[Tensor]) -> str | None:
         """Why the current mode is wrong for this model; None if it is right."""
         if self.mode == "packed":
-            kinds = set(getattr(self._text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-            if kinds:
+            kinds = set(getattr(self._text, "layer_types", None) or ()) - _ATTENTION
+            if self._delta_nets and kinds == {"linear_attention"}:
+                if (fault := delta_net.fault(self._delta_nets[0], self.device, self.dtype)) is not None:
+                    return fault
+            elif kinds:
                 return f"it has layers of type {', '.join(sorted(kinds))}"
             if (fault := self._window_fault(rows)) is not None:
                 return fault
@@ -868,13 +854,14 @@ class Target:
     def _window_fault(self, rows: list[Tensor]) -> str | None:
         """A window wider than the check's rows cannot be seen in the states, so what layers ask for is compared."""
         tokens = torch.cat(rows[:1]).to(self.device)
-        bounds = _Boundaries([0, len(tokens)], self.device)
+        bounds = Boundaries([0, len(tokens)], self.device)
         self._packed(tokens, bounds, {len(self.layers) - 1: [0]}, lambda plane, out: None)
         kinds, window = getattr(self._text, "layer_types", None), getattr(self._text, "sliding_window", None)
         wanted = {window}
         if kinds:
-            wanted = {window if kind == "sliding_attention" else None for kind in kinds[: len(self.layers)]}
-        if not bounds.windows:
+            attentions = [kind for kind in kinds[: len(self.layers)] if kind in _ATTENTION]
+            wanted = {window if kind == "sliding_attention" else None for kind in attentions}
+        if wanted and not bounds.windows:
             return "its attention does not go through transformers' attention functions"
         if bounds.windows != wanted:
             return f"layers ask for sliding windows {bounds.windows}, the config for {wanted}"

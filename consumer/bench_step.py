@@ -8,6 +8,8 @@ A padded implementation is measured with the same model and the same kernels: it
 and as many blocks in each row as the row with most needs, every slot scored. What that computes is what padding would
 compute; of use are the blocks that the packed rows have. It errs in favour of padding: slot 0 still skips the head, and
 so do the slots beyond position 511.
+
+What users of other trainers run is measured by padded.py: the packed arm's rows and anchors, padded, in plain PyTorch.
 """
 
 import gc
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..common.bench_parts import PADDED, PADDED_LENGTH, StepOptions, chat_lengths, prompt_tokens
+from ..common.bench_parts import PADDED, PADDED_LENGTH, PLAIN, StepOptions, chat_lengths, prompt_tokens
 from ..common.errors import PacelineError
 from ..common.flops import step_flops
 from ..common.footprint import Shape
@@ -34,6 +36,7 @@ from .bench import Ahead, forget_states, random_states
 from .blocks import pack_blocks
 from .ceilings import wait
 from .learner import DFlashLearner, build_learner
+from .padded import PaddedLearner
 
 EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
 WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
@@ -49,6 +52,7 @@ class Arm(NamedTuple):
     supervised: list[tuple[int, int]]
     context: int  # tokens of use
     blocks: int | None = None
+    learner: type[DFlashLearner] = DFlashLearner
 
 
 def measure(run_path: str, options: StepOptions) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def measure(run_path: str, options: StepOptions) -> dict[str, Any]:
 
 
 def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
-    """The rows of "full", "chat" or "padded-512"."""
+    """The rows of "full", "chat", "padded-512" or "padded-plain"."""
     if kind == "full":
         # Anchors keep away from the row's end, so that every block is whole and their number is exact.
         whole = options.length - options.block_size + 1
@@ -70,6 +74,8 @@ def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
         return Arm(settings, [options.length] * rows, [(0, whole)] * rows, options.length * rows)
     lengths = chat_lengths(options.rows * options.length, PADDED_LENGTH)
     packed = Arm((), lengths, [(prompt_tokens(length), length) for length in lengths], sum(lengths))
+    if kind == PLAIN:
+        return packed._replace(learner=PaddedLearner)
     if kind != PADDED:
         return packed
     run = load(run_path, options.settings)
@@ -86,7 +92,7 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     layers = resolve_layer_ids(run, info)
     device = torch.device(options.device)
     meta = describe(run, arm, layers, info)
-    learner = build_learner(run, info, layers, device=device)
+    learner = build_learner(run, info, layers, device=device, kind=arm.learner)
     buffer = random_states(meta, on_gpu=device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

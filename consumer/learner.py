@@ -296,18 +296,7 @@ class DFlashLearner:
         return _Slots(blocks, inputs, attend)
 
     def _micro_batches(self, meta: RecordMeta, epoch: int) -> list[_Rows]:
-        cu, objective = meta.cu_seqlens, self._run.objective
-        anchors = [
-            draw_anchors(
-                meta.mask[cu[r] : cu[r + 1]],
-                seed=self._run.trainer.seed,
-                epoch=epoch,
-                row_id=int(row_id),
-                per_token=objective.anchors_per_token,
-                most=objective.max_anchors,
-            )
-            for r, row_id in enumerate(meta.row_ids)
-        ]
+        cu, anchors = meta.cu_seqlens, self._anchors(meta, epoch)
         wanted = np.array([len(row) > 0 for row in anchors], bool)
         runs = micro_batches(np.diff(cu).astype(np.int64), wanted, self._run.trainer.micro_tokens)
         parts = [(first, past, slice(int(cu[first]), int(cu[past]))) for first, past in runs]
@@ -321,6 +310,21 @@ class DFlashLearner:
                 at.start,
             )
             for first, past, at in parts
+        ]
+
+    def _anchors(self, meta: RecordMeta, epoch: int) -> list[Positions]:
+        """Of each row of a record."""
+        cu, objective = meta.cu_seqlens, self._run.objective
+        return [
+            draw_anchors(
+                meta.mask[cu[r] : cu[r + 1]],
+                seed=self._run.trainer.seed,
+                epoch=epoch,
+                row_id=int(row_id),
+                per_token=objective.anchors_per_token,
+                most=objective.max_anchors,
+            )
+            for r, row_id in enumerate(meta.row_ids)
         ]
 
     def _states(self, meta: RecordMeta, states: memoryview, micros: Sequence[_Micro]) -> Iterator[_States]:
@@ -522,11 +526,13 @@ def build_learner(
     device: torch.device | str,
     used_token: Callable[[int], bool] | None = None,
     resumed: Path | None = None,
+    kind: type[DFlashLearner] = DFlashLearner,
 ) -> DFlashLearner:
     """The learner of a run file, with its first weights: the same on every rank, whatever their number.
 
     used_token: whether the prepared rows contain a token (`Rows.used_token`). resumed: the checkpoint that will be
-    restored. Raises ConfigError for a mask token, shape, target or drafter to start from that does not fit.
+    restored. kind: another class, where a benchmark compares. Raises ConfigError for a mask token, shape, target or
+    drafter to start from that does not fit.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -537,4 +543,4 @@ def build_learner(
     check_mask_token(mask, info, pad_token_id=pad_token_id(Path(info.path)), used_token=used_token)
     trusted = run.target.trust_remote_code
     head = FrozenHead.load(info.path, dtype=dtype, device=device, trust_remote_code=trusted)
-    return DFlashLearner(run, drafter, head, device=device, dtype=dtype)
+    return kind(run, drafter, head, device=device, dtype=dtype)

@@ -159,13 +159,27 @@ def tiny_config(kind: str):
             linear_num_value_heads=4,
             layer_types=["linear_attention", "full_attention"] * 2,
         )
+    if kind == "qwen3_next":
+        return transformers.Qwen3NextConfig(
+            **common,
+            head_dim=16,
+            linear_key_head_dim=16,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        )
     raise ValueError(kind)
 
 
 @pytest.fixture(scope="session")
 def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Path]:
     """make_tiny_target(kind) -> folder of a random float32 target with its tokenizer; kind is llama, qwen3,
-    mistral, qwen3_moe, gemma3, gpt_oss or qwen3_5. Made once a session."""
+    mistral, qwen3_moe, gemma3, gpt_oss, qwen3_5 or qwen3_next. Made once a session."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
@@ -180,6 +194,23 @@ def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Pa
             AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
             made[kind] = folder
         return made[kind]
+
+    return make
+
+
+@pytest.fixture
+def plain_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """plain_transformers() makes transformers' hybrids run plain torch from here on. Where flash-linear-attention is
+    installed they would call its kernels, on a CPU too, where those do not run."""
+
+    def make() -> None:
+        from transformers.models.qwen3_5 import modeling_qwen3_5
+        from transformers.models.qwen3_next import modeling_qwen3_next
+
+        for module in (modeling_qwen3_5, modeling_qwen3_next):
+            for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+                function = getattr(module, name)
+                monkeypatch.setattr(module, name, getattr(function, "__wrapped__", function))
 
     return make
 

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from paceline.common import bench_parts, paths
 from paceline.common.bench import error_line, run_side
-from paceline.common.bench_parts import PADDED, StepOptions, chat_lengths, step_figures, stream_figures, target_figures
+from paceline.common.bench_parts import (
+    PADDED,
+    PLAIN,
+    StepOptions,
+    chat_lengths,
+    step_figures,
+    stream_figures,
+    target_figures,
+)
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.flops import forward_flops, step_flops
@@ -57,6 +65,9 @@ def test_rates_are_medians_of_work_by_time():
 def test_packed_to_padded_compares_blocks_of_use():
     arms = {"chat": _arm(context_tokens=100), PADDED: _arm(context_tokens=100, step_s=[6.0, 6.0, 6.0])}
     assert step_figures(arms, {"matmul_tflops": 8.0})["chat"]["packed_to_padded"] == pytest.approx(3)
+    arms[PLAIN] = _arm(context_tokens=100, step_s=[8.0, 16.0, 8.0])
+    chat = step_figures(arms, {"matmul_tflops": 8.0})["chat"]
+    assert chat["packed_to_padded"] == pytest.approx(3) and chat["packed_to_plain"] == pytest.approx(4)
 
 
 def test_each_streaming_arm_is_compared_with_the_same_rows_alone():
@@ -121,7 +132,7 @@ def test_arms_of_a_step(tmp_path, make_tiny_target):
     info = target_info(options.target)
     found = {}
     done = {}
-    for kind in ("full", "chat", PADDED):
+    for kind in ("full", "chat", PADDED, PLAIN):
         arm = make_arm(path, kind, options)
         run = load(path, arm.settings)
         layers = resolve_layer_ids(run, info)
@@ -135,20 +146,24 @@ def test_arms_of_a_step(tmp_path, make_tiny_target):
     (packed, packed_done), (padded, padded_done) = found["chat"], found[PADDED]
     assert padded.lengths == [512] * len(packed.lengths) and padded.context == sum(packed.lengths) <= 1152
     assert padded.blocks == packed_done["blocks"]
+    plain, plain_done = found[PLAIN]
+    assert plain.lengths == packed.lengths and plain_done == packed_done and plain.learner is not packed.learner
     assert padded_done["blocks"] >= padded.blocks and padded_done["flops"] > packed_done["flops"]
 
 
 @pytest.mark.slow
 def test_a_step_on_a_cpu(make_tiny_target, capsys):
     command = "bench step --device cpu --steps 3 --rows 2 --length 64 --anchors 5 --block-size 4 --layers 1 --json"
-    kinds = [option for kind in ("full", "chat", PADDED) for option in ("--rows-kind", kind)]
+    kinds = [option for kind in ("full", "chat", PADDED, PLAIN) for option in ("--rows-kind", kind)]
     assert main([*command.split(), *kinds, "--target-config", str(make_tiny_target("qwen3"))]) == 0
     report = json.loads(capsys.readouterr().out)
     full = report["arms"]["full"]
     assert (full["rows"], full["positions"], full["repetitions"]) == (2, 2 * 5 * 4, 3)
     assert full["positions_per_s"] == pytest.approx(4 * full["supervised_blocks_per_s"])
     assert full["of_matmul"] == pytest.approx(full["tflops"] / report["ceilings"]["matmul_tflops"])
-    assert report["arms"]["chat"]["packed_to_padded"] > 0 and report["ceilings"]["torch"]
+    chat, plain = report["arms"]["chat"], report["arms"][PLAIN]
+    assert chat["packed_to_padded"] > 0 and chat["packed_to_plain"] > 0 and report["ceilings"]["torch"]
+    assert plain["positions"] == chat["positions"], "what is of use is the same"
 
 
 @pytest.mark.slow
