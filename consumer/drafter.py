@@ -17,8 +17,10 @@ Shapes: T context positions, S block slots, K recorded target layers, H hidden s
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -543,6 +545,17 @@ def sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
 
 
+def blank_drafter(config: DrafterConfig) -> Drafter:
+    """A float32 drafter on the CPU whose weights are for the caller to set, every one: they are whatever lay there.
+
+    torch's modules draw their own on one thread, ten seconds a billion, only to be overwritten.
+    """
+    with torch.device("meta"):
+        drafter = Drafter(config).float()
+    drafter.rotary_emb = PlainRope(config.qwen3())  # computed, in no file
+    return drafter.to_empty(device="cpu")
+
+
 def init_drafter(
     config: DrafterConfig,
     *,
@@ -552,22 +565,44 @@ def init_drafter(
 ) -> Drafter:
     """A float32 drafter on the CPU with its first weights.
 
-    random: matrices normal(0, initializer_range) from a generator seeded by `seed`, norms one.
+    random: matrices normal(0, initializer_range), norms one. A weight depends on the seed, its parameter's name and its
+    place in it alone: not on the number of threads, of which it takes as many as torch does.
     target: see `copy_from_target`; target_tensors then holds the tensors of `target_tensor_names`.
     """
-    drafter = Drafter(config).float()
-    generator = torch.Generator().manual_seed(seed)
+    drafter = blank_drafter(config)
     with torch.no_grad():
-        for name, parameter in sorted(drafter.named_parameters()):
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, config.initializer_range, generator=generator)
-            else:
+        for name, parameter in drafter.named_parameters():
+            if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    if init_from == "target":
-        if target_tensors is None:
-            raise ValueError('init_from="target" needs the target\'s tensors')
-        copy_from_target(drafter, target_tensors)
+    if init_from != "target":
+        _draw_matrices(drafter, seed, config.initializer_range)
+        return drafter
+    if target_tensors is None:
+        raise ValueError('init_from="target" needs the target\'s tensors')
+    copy_from_target(drafter, target_tensors)
     return drafter
+
+
+PIECE = 2**20  # weights that one generator draws: many pieces to a large matrix, each small enough for a cache
+
+
+def _draw_matrices(drafter: Drafter, seed: int, deviation: float) -> None:
+    """Draws normal(0, deviation), piece by piece in parallel; each piece has a generator of its own."""
+    pieces = [
+        (f"{seed} {name} {place}", piece)
+        for name, parameter in drafter.named_parameters()
+        if parameter.ndim == 2
+        for place, piece in enumerate(parameter.detach().view(-1).split(PIECE))
+    ]
+
+    def draw(key: str, piece: Tensor) -> None:
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        piece.normal_(0.0, deviation, generator=generator)  # on one thread, without Python's lock
+
+    with ThreadPoolExecutor(torch.get_num_threads(), "draw") as threads:
+        for done in [threads.submit(draw, *piece) for piece in pieces]:
+            done.result()
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -24,7 +24,7 @@ from ..common.errors import ConfigError, UsageError
 from ..common.target_info import target_info
 from .card import CARD, find_evaluations, model_card
 from .checkpoint import MODEL, STATE, CheckpointState, damage, find_checkpoint, load_state
-from .drafter import Drafter, DrafterConfig
+from .drafter import Drafter, DrafterConfig, blank_drafter
 from .formats import CONFIG, FORMATS, Verifier, config_values, is_speculators, read_config, read_tensors
 
 SOURCE = "paceline.json"  # what a folder exported here says of its checkpoint
@@ -139,7 +139,7 @@ def load_drafter(
     """The drafter of a checkpoint folder or of an exported one, ready to draft. ConfigError names every missing,
     unexpected or misshapen tensor. num_target_layers: see `read_config`."""
     config, tensors = read_drafter(path, num_target_layers)
-    drafter = Drafter(config)
+    drafter = blank_drafter(config)
     drafter.load_state_dict(tensors)
     return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
 

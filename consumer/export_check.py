@@ -28,7 +28,7 @@ from ..common.errors import ConfigError, PacelineError, UsageError
 from ..common.target import load_causal_lm, quiet_loading, stop_tokens
 from ..common.target_info import target_info
 from .decode import Generation, TargetDecoder, narrow_linears, speculate
-from .drafter import SLIDING, ContextCache, Drafter, DrafterConfig
+from .drafter import SLIDING, ContextCache, Drafter, DrafterConfig, blank_drafter
 from .evaluate import check_fits
 from .export import drafter_target, read_drafter, torch_dtype
 from .formats import is_speculators, read_config
@@ -152,7 +152,7 @@ def check_export(
     narrow_linears(model)  # for the one target that either side decodes with
     tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     trained, weights = _trained(checkpoint, config, stored)
-    ours = Drafter(trained).float()
+    ours = blank_drafter(trained)
     ours.load_state_dict(weights)
     ours = ours.to(device).eval().requires_grad_(False)
     with quiet_loading():

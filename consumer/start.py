@@ -13,21 +13,22 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..common.errors import ConfigError, PacelineError
 from ..common.runfile import INIT_KINDS, RunFile
 from ..common.target_info import TargetInfo, hub_folder
 from .checkpoint import find_checkpoint, load_state
-from .drafter import SLIDING, Drafter, DrafterConfig, init_drafter, read_target_tensors
+from .drafter import SLIDING, Drafter, DrafterConfig, blank_drafter, init_drafter, read_target_tensors
 from .export import read_drafter
 
 
 def first_drafter(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], resumed: Path | None = None) -> Drafter:
     """A float32 drafter on the CPU with the run's first weights; the same on every rank.
 
-    resumed: the checkpoint whose weights will replace them at once. Its config then stands for that of the drafter
-    that the run started from, which may be gone by now.
+    resumed: the checkpoint whose weights will replace all of them at once; until then they are zero. Its config then
+    stands for that of the drafter that the run started from, which may be gone by now.
 
     Raises:
         ConfigError: mask token, shape, target and the drafter to start from do not fit each other.
@@ -35,14 +36,24 @@ def first_drafter(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], resu
     name, seed = run.drafter.init_from, run.trainer.seed
     if name in INIT_KINDS:
         config = DrafterConfig.from_target(info, run, layer_ids)
-        tensors = read_target_tensors(info, config) if name == "target" and resumed is None else None
-        return init_drafter(config, seed=seed, init_from="target" if tensors else "random", target_tensors=tensors)
+        if resumed is not None:
+            return _zeros(config)
+        tensors = read_target_tensors(info, config) if name == "target" else None
+        return init_drafter(config, seed=seed, init_from=name, target_tensors=tensors)
     if resumed is not None:
         config = DrafterConfig.from_dict(load_state(resumed).drafter)
-        return Drafter(fitted(config, run, info, layer_ids)).float()
+        return _zeros(fitted(config, run, info, layer_ids))
     config, weights = read_start(name, run, info, layer_ids)
-    drafter = Drafter(config).float()
+    drafter = blank_drafter(config)
     drafter.load_state_dict(weights)
+    return drafter
+
+
+@torch.no_grad()
+def _zeros(config: DrafterConfig) -> Drafter:
+    drafter = blank_drafter(config)
+    for parameter in drafter.parameters():
+        parameter.zero_()
     return drafter
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from drafting import CONFIG, HIDDEN, INFO, SLIDING, VOCAB, make_drafter, make_head, make_rows, make_run, plain_block
 from paceline.common.errors import ConfigError
+from paceline.consumer import drafter as drafter_module
 from paceline.consumer.blocks import DenseAttention, pack_blocks
 from paceline.consumer.drafter import (
     ContextCache,
@@ -234,6 +235,42 @@ def test_random_weights_come_from_the_seed():
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
     assert (one["norm.weight"] == 1).all()
     assert one["fc.weight"].std().item() == pytest.approx(CONFIG.initializer_range, rel=0.05)
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads until the test is over."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_random_weights_do_not_depend_on_threads_or_on_other_parameters(threads, monkeypatch):
+    monkeypatch.setattr(drafter_module, "PIECE", 1000)  # no multiple of a row
+    drawn = []
+    for count in (1, 2, 5):
+        threads(count)
+        drawn.append(init_drafter(CONFIG, seed=3).state_dict())
+    threads(3)
+    deep = init_drafter(replace(CONFIG, num_hidden_layers=4, layer_types=()), seed=3).state_dict()
+    for name, weights in drawn[0].items():
+        assert all(torch.equal(weights, other[name]) for other in [*drawn[1:], deep]), name
+
+
+def test_random_weights_are_normal_and_no_piece_is_like_another(monkeypatch):
+    monkeypatch.setattr(drafter_module, "PIECE", 512)
+    drafter = init_drafter(replace(CONFIG, intermediate_size=512), seed=11)
+    weights = torch.cat([p.detach().flatten() for p in drafter.parameters() if p.ndim == 2]) / CONFIG.initializer_range
+    count = len(weights)
+    assert count > 100_000
+    # Four standard errors of each; a quarter of 512 weights that were left out or drawn twice would show as well.
+    assert abs(float(weights.mean())) < 4 / count**0.5
+    assert float(weights.var()) == pytest.approx(1, abs=4 * (2 / count) ** 0.5)
+    assert float((weights**4).mean()) == pytest.approx(3, abs=4 * (96 / count) ** 0.5)
+    assert len(weights.unique()) > 0.97 * count, "float32 has few equal ones among independent draws"
+    pieces = weights[: count // 512 * 512].view(-1, 512)
+    alike = (pieces @ pieces.T / 512).fill_diagonal_(0)
+    assert float(alike.abs().max()) < 6.5 / 512**0.5, "pieces are independent"
 
 
 def target_tensors(config=CONFIG, head_norms=True):

@@ -52,6 +52,20 @@ def test_goes_on_from_the_same_weights(folders: dict[str, Path], kind: str) -> N
     assert drafter.config.dtype == "bfloat16"  # the run's, not what it was stored in
 
 
+@pytest.mark.parametrize("name", ["random", "target", "checkpoint"])
+def test_a_resumed_run_draws_and_reads_nothing(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint replaces every weight; until then they are numbers, with which a rank may rehearse."""
+    for draw in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, draw, lambda tensor, *_, **__: tensor.is_meta or pytest.fail("drawn"))
+    run = make_run(drafter={"init_from": str(folders.get(name, name))})
+    drafter = first_drafter(run, INFO, TAPS, resumed=folders["checkpoint"])
+    assert all(not p.any() and p.requires_grad and p.device.type == "cpu" for p in drafter.parameters())
+    monkeypatch.undo()
+    assert torch.equal(drafter.rotary_emb.inv_freq, Drafter(drafter.config).rotary_emb.inv_freq)
+
+
 def test_what_no_run_file_says_stays_the_drafters(tmp_path: Path) -> None:
     own = replace(CONFIG, num_attention_heads=8, head_dim=8, intermediate_size=40, rope_theta=5e6, rms_norm_eps=1e-5)
     config = start(checkpoint(tmp_path, make_drafter(own))).config
