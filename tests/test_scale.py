@@ -216,7 +216,7 @@ def test_another_number_of_ranks_on_a_live_run(live: Live, capsys: pytest.Captur
     assert "name, output and stream.ring_dir of a live run must stay" in capsys.readouterr().err
     live.path.write_text("ranks = ")
     assert main(["restart", "live"]) == 78, "the run goes on with what it has"
-    assert "run.toml:1: not TOML" in capsys.readouterr().err
+    assert "run.toml: not TOML" in capsys.readouterr().err
     for ranks in (2, 1):
         live.settings["trainer"]["ranks"] = ranks
         live.path.write_text(to_toml(live.run))
