@@ -5,8 +5,11 @@
     pipeline         a real run of `paceline up`: rings, feed and ZeroMQ between, W workers and R ranks
 
 A pipeline that loses nothing runs at min(W·T, R·D) where each process has a GPU of its own, and at 1/(1/T + 1/D) where
-both sides share one. Rates are of context tokens. The target has random weights of a real model's shape (or is a
-folder of your own), the rows are random tokens: neither changes the speed.
+both sides share one (forecast.py has all cases). What `paceline plan` says of the same run is compared as well
+(bench_plan.py); `--live` changes the topology of one run instead (bench_live.py).
+
+Rates are of context tokens. The target has random weights of a real model's shape (or is a folder of your own), the
+rows are random tokens: neither changes the speed.
 
 Everything it makes is in one folder; it is a run like any other and can be looked at with `paceline rings`.
 """
@@ -21,9 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,10 +39,11 @@ from rich.table import Table
 from . import inspect, paths, timeline
 from .clean import clean_rings
 from .dataset import tokenizer_digest
-from .devices import gpu_count
+from .devices import assign_devices, gpu_count
 from .errors import ConfigError, PacelineError, UsageError
+from .forecast import Rates, placed_rate
 from .rows import RowsWriter
-from .runfile import RunFile, load, toml_value
+from .runfile import RunFile, load, to_toml, toml_value
 from .target_info import CONVERTED
 from .telemetry import Status, read_metrics
 from .up import Child, up
@@ -121,10 +126,15 @@ class Result:
     ready: float  # records in all rings, taken ones included, mean
     gpus: list[dict[str, float]] = field(default_factory=list)  # utilisation %, power W, memory MiB: means
     timeline: list[dict[str, Any]] = field(default_factory=list)
+    placement: dict[str, list[str]] = field(default_factory=dict)  # devices of the workers and the ranks
+    plan: dict[str, Any] = field(default_factory=dict)  # what `paceline plan` says (bench_plan.py)
 
     @property
     def reached(self) -> float:
         return self.pipeline / self.predicted if self.predicted else 0.0
+
+    def each_gpu(self, name: str) -> str:
+        return " ".join(f"{gpu[name]:.0f}" for gpu in self.gpus) or "-"
 
 
 def parse_topology(text: str) -> tuple[int, int]:
@@ -135,23 +145,23 @@ def parse_topology(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-def place(workers: int, ranks: int, gpus: int) -> tuple[list[str], list[str], bool]:
-    """Devices of workers and ranks, and whether the sides share any. UsageError where the GPUs do not go round."""
-    if gpus == 0:
-        return ["cpu"], ["cpu"], True
-    if gpus == 1:
-        return ["cuda:0"], ["cuda:0"], True
+def place(workers: int, ranks: int, gpus: int) -> tuple[list[str], list[str]]:
+    """The device of each worker and each rank. UsageError where the GPUs do not go round.
+
+    Several GPUs have a process each. A single one has all of them, as a CPU has.
+    """
+    if gpus <= 1:
+        device = "cuda:0" if gpus else "cpu"
+        return [device] * workers, [device] * ranks
     if workers + ranks > gpus:
         raise UsageError(f"topology {workers}-{ranks} needs {workers + ranks} GPUs, this machine has {gpus}")
     names = [f"cuda:{index}" for index in range(workers + ranks)]
-    return names[:workers], names[workers:], False
+    return names[:workers], names[workers:]
 
 
-def predict(target: float, trainer: float, workers: int, ranks: int, shared: bool) -> float:
-    """Tokens/s of a pipeline that loses nothing."""
-    if shared:
-        return 1 / (1 / target + 1 / trainer)
-    return min(workers * target, ranks * trainer)
+def predict(alone: Mapping[str, float], workers: Sequence[str], ranks: Sequence[str]) -> float:
+    """Tokens/s of a pipeline on those devices that loses nothing. alone: of one "producer", one "consumer"."""
+    return placed_rate(Rates(alone["producer"], alone["consumer"]), workers, ranks)
 
 
 def bench_pipeline(
@@ -161,38 +171,58 @@ def bench_pipeline(
     options: Options,
     console: Console | None = None,
     profile: Path | None = None,
+    settings: Sequence[str] = (),
 ) -> list[Result]:
-    """Measures each topology; target: a name of `CONFIGS` or a model folder. Prints a table, writes bench.json.
+    """Measures each topology; target: a name of `CONFIGS` or a model folder. Prints tables, writes bench.json.
 
     profile: folder for a trace and a picture of a few steps of every process, by topology (timeline.py).
+    settings: of the run file, key=value.
     """
-    console = console or Console(highlight=False)
+    from .bench_plan import against_plan, plan_table
+
+    console = console or bench_console()
     found = [parse_topology(text) for text in topologies]
     gpus = gpu_count()
     for workers, ranks in found:
         place(workers, ranks, gpus)
     folder.mkdir(parents=True, exist_ok=True)
     model = model_folder(folder, target)
-    rows = _write_rows(folder / "rows", model, options)
+    rows = write_rows(folder / "rows", model, options)
     alone: dict[str, float] = {}
-    results = []
+    results: list[Result] = []
+    runs: list[RunFile] = []
     for workers, ranks in found:
-        run_path = _write_run(folder, model, rows, workers, ranks, gpus, options)
-        run = load(run_path)
-        if not alone:
-            seconds = options.alone_seconds or options.seconds
-            console.print(f"target alone, trainer alone: {seconds:.0f} s each")
-            alone = _both_alone(run_path, run, seconds, at_once=not place(workers, ranks, gpus)[2])
-        console.print(f"pipeline {workers}-{ranks}: {options.warm_up:.0f} s to warm up, {options.seconds:.0f} s")
-        with _profiling(None if profile is None else profile / f"{workers}-{ranks}", console):
-            results.append(_pipeline(run_path, run, alone, place(workers, ranks, gpus)[2], options, console))
-    (folder / "bench.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        name = f"{workers}-{ranks}"
+        run_path = folder / f"{name}.toml"
+        devices = place(workers, ranks, gpus)
+        run = write_run(run_path, model, rows, options, *devices, settings)
+        alone = alone or measure_alone(run_path, run, options, console)
+        console.print(f"pipeline {name}: {options.warm_up:.0f} s to warm up, {options.seconds:.0f} s")
+        with profiling(None if profile is None else profile / name, console):
+            result = _pipeline(run_path, run, alone, options, console)
+        results.append(result)
+        runs.append(run)
+        _write(folder, results)
+    for run, result in zip(runs, results, strict=True):
+        result.plan = against_plan(run, alone, result)
+    _write(folder, results)
     console.print(table(results))
+    console.print(plan_table(results))
     return results
 
 
+def _write(folder: Path, results: Sequence[Result]) -> None:
+    (folder / "bench.json").write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+
+
+def bench_console() -> Console:
+    """Wide enough for the tables where there is no terminal, as in a job's log."""
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=120 if wide else None)
+
+
 @contextlib.contextmanager
-def _profiling(folder: Path | None, console: Console) -> Iterator[None]:
+def profiling(folder: Path | None, console: Console) -> Iterator[None]:
     """Lets the processes that are started inside record a few steps, and shows them afterwards."""
     if folder is None:
         yield
@@ -231,7 +261,7 @@ def model_folder(folder: Path, target: str) -> Path:
     return made
 
 
-def _write_rows(folder: Path, model: Path, options: Options) -> Path:
+def write_rows(folder: Path, model: Path, options: Options) -> Path:
     """Rows of random tokens, enough for 64 batches: lengths of chats, or all of max_length."""
     config = json.loads((model / "config.json").read_text())
     vocabulary = (config.get("text_config") or config)["vocab_size"]
@@ -251,31 +281,43 @@ def _write_rows(folder: Path, model: Path, options: Options) -> Path:
     return folder
 
 
-def _write_run(folder: Path, model: Path, rows: Path, workers: int, ranks: int, gpus: int, options: Options) -> Path:
-    worker_devices, rank_devices, _ = place(workers, ranks, gpus)
-    path = folder / f"{workers}-{ranks}.toml"
-    settings = asdict(options)
-    settings["rows"] = toml_value(str(rows.absolute()))
+def write_run(
+    path: Path,
+    model: Path,
+    rows: Path,
+    options: Options,
+    workers: Sequence[str],
+    ranks: Sequence[str],
+    settings: Sequence[str] = (),
+) -> RunFile:
+    """Writes the run file of a pipeline with those devices, in which `settings` (key=value) win. ConfigError."""
+    values = asdict(options)
+    values["rows"] = toml_value(str(rows.absolute()))
     text = RUN_FILE.format(
         name=NAME,
         target=toml_value(str(model.absolute())),
-        workers=workers,
-        ranks=ranks,
-        worker_devices=json.dumps(worker_devices),
-        rank_devices=json.dumps(rank_devices),
+        workers=len(workers),
+        ranks=len(ranks),
+        worker_devices=json.dumps(list(workers)),
+        rank_devices=json.dumps(list(ranks)),
         mask=MASK_TOKEN,
-        **settings,
+        **values,
     )
     path.write_text(text)
-    return path
+    run = load(path, settings)
+    path.write_text(to_toml(run))
+    return run
 
 
 # Each side alone
 
 
-def _both_alone(run_path: Path, run: RunFile, seconds: float, *, at_once: bool) -> dict[str, float]:
-    """`_alone` of both sides; at_once: where neither is on the other's device."""
+def measure_alone(run_path: Path, run: RunFile, options: Options, console: Console) -> dict[str, float]:
+    """`_alone` of both sides, at once where neither is on the other's device."""
+    seconds = options.seconds if options.alone_seconds is None else options.alone_seconds
+    console.print(f"target alone, trainer alone: {seconds:.0f} s each")
     sides = ("producer", "consumer")
+    at_once = run.workers.devices[0] != run.trainer.devices[0]
     with ThreadPoolExecutor(len(sides) if at_once else 1) as pool:
         return dict(zip(sides, pool.map(lambda side: _alone(side, run_path, run, seconds), sides), strict=True))
 
@@ -325,7 +367,7 @@ class _Samples:
         self._run, self._options, self._console = run, options, console
         self._sampled, self._begun = 0.0, time.time()
         self._first_step: float | None = None
-        self._gpus = _GpuLog(Path(run.output) / "gpus.csv")
+        self._gpus = GpuLog(Path(run.output) / "gpus.csv")
 
     def refresh(self, children: Sequence[Child], status: Status | None) -> None:
         now = time.time()
@@ -362,7 +404,7 @@ class _Samples:
         return self._gpus.means(*self.window)
 
 
-class _GpuLog:
+class GpuLog:
     """nvidia-smi's own log of utilisation, power and memory, once a second; nothing where there is no nvidia-smi."""
 
     FIELDS = ("utilization.gpu", "power.draw", "memory.used")
@@ -371,14 +413,13 @@ class _GpuLog:
         self._path, self._process = path, None
         if shutil.which("nvidia-smi"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            query = f"--query-gpu=index,{','.join(self.FIELDS)}"
+            query = f"--query-gpu=timestamp,index,{','.join(self.FIELDS)}"
             with path.open("w") as file:
                 self._process = subprocess.Popen(
                     ["nvidia-smi", query, "--format=csv,noheader,nounits", "-l", "1"],
                     stdout=file,
                     stderr=subprocess.DEVNULL,
                 )
-            self._begun = time.time()
 
     def close(self) -> None:
         if self._process:
@@ -386,52 +427,74 @@ class _GpuLog:
             self._process.wait()
 
     def means(self, start: float, end: float) -> list[dict[str, float]]:
-        """Of each GPU, over the samples between two moments."""
-        if not self._process:
-            return []
+        """Of each GPU, over the samples between two moments (time.time())."""
         samples: dict[int, list[list[float]]] = {}
-        for line in self._path.read_text().splitlines():
-            cells = line.split(",")
+        for line in self._path.read_text().splitlines() if self._process else []:
             with contextlib.suppress(ValueError):  # a last line cut short, or "[N/A]"
-                samples.setdefault(int(cells[0]), []).append([float(cell) for cell in cells[1:]])
-        window = slice(int(start - self._begun), max(int(end - self._begun), int(start - self._begun) + 1))
+                stamp, index, *cells = line.split(",")
+                at = datetime.strptime(stamp.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()  # in local time, both of them
+                values = [float(cell) for cell in cells]
+                if len(values) == len(self.FIELDS) and start <= at <= end:
+                    samples.setdefault(int(index), []).append(values)
         return [
             {name: fmean(values) for name, values in zip(self.FIELDS, zip(*kept, strict=True), strict=True)}
-            for _, all_ in sorted(samples.items())
-            if (kept := all_[window])
+            for _, kept in sorted(samples.items())
         ]
 
 
-def _pipeline(
-    run_path: Path, run: RunFile, alone: dict[str, float], shared: bool, options: Options, console: Console
-) -> Result:
-    output = Path(run.output)
-    shutil.rmtree(output, ignore_errors=True)
+def _pipeline(run_path: Path, run: RunFile, alone: Mapping[str, float], options: Options, console: Console) -> Result:
+    clear(run)
     view = _Samples(run, options, console)
     code = up(run_path, view=view)
-    if paths.ring_dir(run).is_dir():
-        clean_rings(paths.ring_dir(run).parent, run.name, dry_run=False, say=lambda _: None)
+    clear_shared(run)
     if view.window is None or code not in (0, 130):
         raise PacelineError(f"the pipeline did not run: {'; '.join(view.failures[:6]) or f'exit code {code}'}")
-    start, end = view.window
-    steps = [line for line in read_metrics(output) if line.get("kind") == "train" and start <= line["time"] <= end]
+    return measured(run, alone, read_metrics(Path(run.output)), view.window, view.rings, view.gpus())
+
+
+def clear(run: RunFile) -> None:
+    """Removes what an earlier measurement left."""
+    shutil.rmtree(run.output, ignore_errors=True)
+    clear_shared(run)
+
+
+def clear_shared(run: RunFile) -> None:
+    """Removes the rings, and how many workers the run was scaled to."""
+    paths.wanted_path(paths.run_dir(run.name)).unlink(missing_ok=True)
+    if paths.ring_dir(run).is_dir():
+        clean_rings(paths.ring_dir(run).parent, run.name, dry_run=False, say=lambda _: None)
+
+
+def measured(
+    run: RunFile,
+    alone: Mapping[str, float],
+    lines: Iterable[Mapping[str, Any]],
+    window: tuple[float, float],
+    rings: Iterable[Sequence[inspect.RingInfo]],
+    gpus: list[dict[str, float]],
+) -> Result:
+    """What the steps, looks at the rings and GPUs of a window (time.time()) of the run come to. PacelineError."""
+    start, end = window
+    steps = [line for line in lines if line.get("kind") == "train" and start <= line["time"] <= end]
     if len(steps) < 2:
-        raise PacelineError(f"fewer than two steps in {options.seconds:.0f} s: give more --seconds")
+        raise PacelineError(f"fewer than two steps in {end - start:.0f} s: give more --seconds")
     seconds = steps[-1]["time"] - steps[0]["time"]
-    samples = [rings for rings in view.rings if rings]
+    samples = [found for found in rings if found]
+    workers, ranks = assign_devices(run)
     return Result(
         topology=f"{run.workers.count}-{run.trainer.ranks}",
         target_alone=alone["producer"],
         trainer_alone=alone["consumer"],
-        predicted=predict(alone["producer"], alone["consumer"], run.workers.count, run.trainer.ranks, shared),
+        predicted=predict(alone, workers, ranks),
         pipeline=sum(line["tokens"] for line in steps[1:]) / seconds,
         data_wait=fmean(line["wait_data"] for line in steps),
         gpu_share=fmean(line["wait_gpu"] for line in steps),
-        rings_full=_mean(all(ring.full for ring in rings) for rings in samples),
-        rings_empty=_mean(not any(ring.count("ready") for ring in rings) for rings in samples),
-        ready=_mean(sum(ring.held for ring in rings) for rings in samples),
-        gpus=view.gpus(),
+        rings_full=_mean(all(ring.full for ring in found) for found in samples),
+        rings_empty=_mean(not any(ring.count("ready") for ring in found) for found in samples),
+        ready=_mean(sum(ring.held for ring in found) for found in samples),
+        gpus=gpus,
         timeline=[{"t": line["time"] - start, "tokens_per_s": line["tokens_per_s"]} for line in steps],
+        placement={"workers": workers, "ranks": ranks},
     )
 
 
@@ -453,7 +516,7 @@ def table(results: Sequence[Result]) -> Table:
             f"{result.reached:.2f}",
             f"{result.data_wait:.1%}",
             f"{result.rings_full:.0%}",
-            " ".join(f"{gpu['utilization.gpu']:.0f}" for gpu in result.gpus) or "-",
-            " ".join(f"{gpu['power.draw']:.0f}" for gpu in result.gpus) or "-",
+            result.each_gpu("utilization.gpu"),
+            result.each_gpu("power.draw"),
         )
     return shown

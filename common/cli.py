@@ -237,6 +237,18 @@ def scale(run: str, count: int, gpus: tuple[int, ...]) -> None:
     scale_run(_live_run(run), count, gpus, click.echo)
 
 
+@cli.command(short_help="Restart a live run's trainer, by its run file.")
+@_live_run_argument
+def restart(run: str) -> None:
+    """Stop a live run's trainer with a checkpoint and start it again, by the run file as it is now.
+
+    RUN is a run's name or its file. Workers go on meanwhile, so this is how the number of ranks changes.
+    """
+    from .scale import restart as restart_run
+
+    restart_run(_live_run(run), click.echo)
+
+
 @cli.command(short_help="Stop a live run with a checkpoint.")
 @_live_run_argument
 def stop(run: str) -> None:

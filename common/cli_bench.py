@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .cli_shared import json_option, load_run, run_argument, set_option
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from .bench_parts import Measured
@@ -91,19 +92,36 @@ _profile_option = click.option(
 @click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch.")
 @click.option("--slots", default=4, show_default=True, help="Slots in each ring.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help="Folder.")
+@click.option("--live", is_flag=True, help="One run, changed from each topology to the next while it runs.")
+@click.option("--settle", type=float, help="Seconds after each change of --live that do not count.  [default: 10]")
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="PNG of the rate over --live's time.")
 @_profile_option
-def bench_pipeline(target: str, topologies: tuple[str, ...], out: Path, profile: str | None, **options: Any) -> None:
+@set_option
+def bench_pipeline(
+    target: str,
+    topologies: tuple[str, ...],
+    out: Path,
+    live: bool,
+    settle: float | None,
+    picture: Path | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Both sides together, against each side alone."""
     from .bench import Options
     from .bench import bench_pipeline as run
 
-    run(
-        out,
-        target,
-        topologies or ("1-1",),
-        Options(**options),
-        profile=None if profile is None else Path(profile),
-    )
+    if not live and (settle is not None or picture is not None):
+        raise UsageError("--settle and --picture belong to --live")
+    shared: dict[str, Any] = {"profile": None if profile is None else Path(profile), "settings": overrides}
+    if live:
+        from .bench_live import bench_live
+
+        settle = 10.0 if settle is None else settle
+        bench_live(out, target, topologies, Options(**options), settle=settle, picture=picture, **shared)
+    else:
+        run(out, target, topologies or ("1-1",), Options(**options), **shared)
 
 
 _KINDS = ("full", "chat", "padded-512", "padded-plain")

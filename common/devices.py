@@ -94,3 +94,15 @@ def shard_devices(run: "RunFile", first: str) -> list[str]:
         return [first] * run.workers.gpus_per_worker
     index = int(first.partition(":")[2] or 0)
     return [f"cuda:{number}" for number in range(index, index + run.workers.gpus_per_worker)]
+
+
+def visible_gpu(device: str) -> int | None:
+    """The number that nvidia-smi has for a device: that of "cuda:1" is 5 if CUDA_VISIBLE_DEVICES is 4,5. None for a CPU
+    and for a GPU that is named by its UUID."""
+    if not device.startswith("cuda"):
+        return None
+    index = int(device.partition(":")[2] or 0)
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if index >= len(visible) or not visible[index]:
+        return index
+    return int(visible[index]) if visible[index].isdigit() else None

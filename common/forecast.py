@@ -4,13 +4,15 @@ A run is a queue between two sides, so it goes at the speed of the slower one:
 
     N workers of T and M ranks of D          min(N·T, M·D)
     one GPU that both sides share            1 / (1/T + 1/D)
+    workers on A GPUs, B of the ranks there  A·T / (1 + B·T / (M·D)), M·D at most
 
-T and D are what one worker or rank does when it never waits, in any unit, both in the same. On a live run they follow
-from the rates and the shares of time that each side waits. Pure arithmetic; `paceline plan` and `paceline status` show
-it.
+In the last a worker has what ranks leave of its GPU's time; the others are its special cases. T and D are what one
+worker or rank does when it never waits, in any unit, both in the same. On a live run they follow from the rates and the
+shares of time that each side waits. Pure arithmetic; `paceline plan` and `paceline status` show it.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +54,17 @@ def forecast(rates: Rates, workers: int, ranks: int) -> Split:
     made, trained = workers * rates.target, ranks * rates.drafter
     rate = min(made, trained)
     return Split(workers, ranks, rate, 1 - rate / made, 1 - rate / trained)
+
+
+def placed_rate(rates: Rates, workers: Sequence[str], ranks: Sequence[str]) -> float:
+    """Rate of a run by the device of each worker and rank, where devices are shared as well. Both have one at least.
+
+    Workers that share a device are as fast together as one of them alone.
+    """
+    shared = sum(device in workers for device in ranks)
+    each = len(ranks) * rates.drafter
+    made = len(set(workers)) * rates.target / (1 + shared * rates.target / each)
+    return min(made, each / max(Counter(ranks).values()))
 
 
 def splits(rates: Rates, gpus: int) -> list[Split]:

@@ -127,11 +127,12 @@ def make_plan(
     target_rate: str | None = None,
     drafter_rate: str | None = None,
     supervised: float | None = None,
+    live: bool = True,
 ) -> Plan:
     """gpus: how many to split (default: those of the machine, else those of the run file); memory: GiB of each.
 
     target_rate, drafter_rate: of one worker and one rank, "4.5" Ktok/s or "0.08b" batches/s; both or neither.
-    supervised: share of the rows' tokens. UsageError.
+    supervised: share of the rows' tokens. live: by what a trainer of this run has measured, if one has. UsageError.
     """
     count = gpus or run.workers.count + run.trainer.ranks
     found = list_gpus() if memory is None else [Gpu("GPU", int(memory * GIB))] * count
@@ -145,7 +146,7 @@ def make_plan(
     room = min((gpu.memory for gpu in found), default=None)
     spare = None if room is None else int(USABLE * room) - (worker.total if shared else 0)
     folder = paths.ring_dir(run)
-    speed, why = _speed(run, info, shape, found, last, supervised, target_rate, drafter_rate)
+    speed, why = _speed(run, info, shape, found, last, supervised, target_rate, drafter_rate, live)
     return Plan(
         name=run.name,
         workers=run.workers.count,
@@ -207,12 +208,13 @@ def _speed(
     supervised: float | None,
     target_rate: str | None,
     drafter_rate: str | None,
+    live: bool,
 ) -> tuple[Speed | None, str]:
     if target_rate or drafter_rate:
         if not (target_rate and drafter_rate):
             raise UsageError("give both --target-rate and --drafter-rate, or neither")
         return _given(target_rate, drafter_rate), ""
-    status: Mapping[str, Any] = read_status(paths.status_path(run)) or {}
+    status: Mapping[str, Any] = (read_status(paths.status_path(run)) if live else None) or {}
     if (rates := live_rates(status)) is not None:
         return Speed(rates, "batches/s", f"measured by this run's trainer up to step {status.get('step', 0)}"), ""
     peak = gpus[0].tflops if gpus else None

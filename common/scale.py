@@ -1,4 +1,5 @@
-"""`paceline scale` and `paceline stop`: more or fewer workers on a live run, and its end. Both wait until it is so.
+"""`paceline scale`, `restart` and `stop`: more or fewer workers on a live run, its trainer anew, and its end. All wait
+until it is so.
 
 Whoever supervises the run does it: `paceline up` (asked through `control`) or systemd (`units`). What a removed worker
 leaves behind is the same either way: its ring's `retired` word tells it, and the feed, that this owner is to go
@@ -122,6 +123,27 @@ def scale(run: str, count: int, gpus: Sequence[int], say: Say) -> None:
         raise _unsupervised(run)
 
 
+def restart(run: str, say: Say) -> None:
+    """Stops the trainer of run `run` with a checkpoint and starts it again, by the run file as it is now: with other
+    ranks, say. Workers go on meanwhile.
+
+    Raises:
+        ConfigError: the run file is wrong.
+        PacelineError: nobody supervises the run, or it ends instead.
+    """
+    folder = _supervised(run)
+    if folder is not None:
+        asked = ask(paths.up_socket(folder), {"do": "restart"})
+        say(asked["said"])
+        _Wait(run, folder, None, say).until_restarted(asked["pid"])
+    elif _has_units(run):
+        from .units import restart_trainer
+
+        restart_trainer(run, say=say)
+    else:
+        raise _unsupervised(run)
+
+
 def stop(run: str, say: Say) -> None:
     """Stops a run with a checkpoint, and waits until it has ended. `paceline up` or the units start it again.
 
@@ -169,15 +191,25 @@ def _unsupervised(run: str) -> PacelineError:
 
 
 class _Wait:
-    """Watches a supervisor until its run has the workers that were asked for, and says what happens."""
+    """Watches a supervisor until its run is as it was asked for, and says what happens. `count`: of its workers, None
+    for any number."""
 
-    def __init__(self, run: str, folder: Path, count: int, say: Say) -> None:
+    def __init__(self, run: str, folder: Path, count: int | None, say: Say) -> None:
         self._run, self._folder, self._count, self._say = run, folder, count, say
         self._seen: dict[str, str] = {}  # worker -> what was said of it
         self._still: tuple[object, float] = (None, 0.0)  # what the rings were like, and since when
 
     def until_scaled(self) -> None:
         while not self._scaled(self._look()):
+            time.sleep(POLL_S)
+
+    def until_restarted(self, before: int | None) -> None:
+        """Until a trainer is up that is not process `before`."""
+        while True:
+            trainer = self._look()["trainer"]
+            if trainer["ready"] and trainer["state"] == "running" and trainer["pid"] != before:
+                return self._note("trainer", f"is ready (pid {trainer['pid']})")
+            self._note("trainer", "stops" if trainer["pid"] == before else "loads and warms up")
             time.sleep(POLL_S)
 
     def until_drained(self, ring_dir: Path) -> None:
@@ -192,11 +224,12 @@ class _Wait:
             raise PacelineError(f"run {self._run} ended meanwhile") from None
         if shown["stopping"]:
             raise PacelineError(f"run {self._run} is stopping")
-        if shown["count"] != self._count:
+        if self._count is not None and shown["count"] != self._count:
             raise PacelineError(f"run {self._run} was scaled to {shown['count']} workers by someone else meanwhile")
         return shown
 
     def _scaled(self, shown: dict[str, Any]) -> bool:
+        assert self._count is not None
         pending = False
         present: set[str] = set()
         for worker in shown["workers"]:

@@ -1,4 +1,5 @@
-"""A run's units on systemd: are there any, how many workers, stop them all (`paceline scale`, `paceline stop`).
+"""A run's units on systemd: are there any, how many workers, stop them all, the trainer anew (`paceline scale`, `stop`,
+`restart`).
 
     paceline@RUN.target              wants the trainer, and each worker that `scale_units` made
     paceline-consumer@RUN.service    the trainer
@@ -315,6 +316,23 @@ def forget_instances(*, dry_run: bool, say: Say) -> None:
 
 
 # Stopping
+
+
+def restart_trainer(run_name: str, *, say: Say = print) -> None:
+    """Stops the trainer with a checkpoint and starts it again by its run file; returns once it is up. Workers go on.
+
+    Raises:
+        PacelineError: it does not come up.
+    """
+    need_root("restart")
+    trainer = trainer_unit(run_name)
+    say(f"{trainer} restarts")
+    systemctl("restart", trainer)
+    state = unit_state(trainer)
+    if not state.up:
+        said = f": {state.status}" if state.status else ""
+        raise PacelineError(f"{trainer} did not come up ({state.result}){said}")
+    say(f"{trainer}: {state.status}" if state.status else f"{trainer} is up")
 
 
 def stop_units(run_name: str, *, say: Say = print) -> None:

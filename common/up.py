@@ -11,6 +11,8 @@ log after it: a supervisor that is stopped or killed never blocks a child or bre
     Ctrl-C, SIGTERM     the trainer is told first and writes a checkpoint; a second Ctrl-C kills
     paceline scale      workers are added, or told to leave through their rings (`scale`); one that does not come up
                         when it is added is given up, and the run goes on without it
+    paceline restart    the trainer stops with a checkpoint and is started again, by the run file as it is then; the
+                        workers go on
     paceline stop       as SIGTERM
 
 The supervisor is one thread: PR_SET_PDEATHSIG follows the thread that forks, and `preexec_fn` wants no others. (numpy,
@@ -46,6 +48,7 @@ TRAINER = "trainer"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FATAL = (2, 78)
+_STOPPED = (0, -signal.SIGTERM, -signal.SIGKILL)  # how a child ends that was told to
 _TICK = 0.2  # seconds between looks at children, logs and status
 MAX_WORKERS = 1024
 
@@ -187,10 +190,14 @@ class Supervisor:
         policy: Policy | None = None,
         make_worker: "MakeWorker | None" = None,
         wanted: Wanted | None = None,
+        reload: Callable[[], RunFile] | None = None,
     ) -> None:
+        """reload: the run file as it is now."""
         self.run_file, self.trainer, self.workers, self.view = run, trainer, list(workers), view
         self.prepare, self.policy, self.make_worker = prepare, policy or Policy(), make_worker
         self.wanted = wanted or Wanted(len(self.workers))
+        self._reload = reload or (lambda: run)
+        self._again_by: float | None = None  # the trainer is to be started again: when it is killed if it still runs
         self._folder = paths.run_dir(run.name)
         self.active: list[Child] = []
         self.code: int | None = None  # set once the run is being ended
@@ -296,7 +303,7 @@ class Supervisor:
     # Requests
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What another process asks for: "show", "scale" or "stop". Raises PacelineError to refuse."""
+        """What another process asks for: "show", "scale", "restart" or "stop". Raises PacelineError to refuse."""
         match request.get("do"):
             case "show":
                 return self._show()
@@ -306,6 +313,8 @@ class Supervisor:
                 return {"said": "stopping"}
             case "scale":
                 return {"said": self._scale(request.get("count"), request.get("gpus"))}
+            case "restart":
+                return self._restart()
         raise UsageError("the supervisor is of another version of paceline")
 
     def _show(self) -> dict[str, Any]:
@@ -335,9 +344,9 @@ class Supervisor:
         """Starts and removes workers; returns what is done. Nothing is done if it raises."""
         if type(count) is not int or not 0 <= count <= MAX_WORKERS:
             raise UsageError(f"the number of workers: 0 to {MAX_WORKERS} was expected")
-        if self.code is not None or self.trainer not in self.active or self.make_worker is None:
-            doing = "is stopping" if self.code is not None else "is not training yet"
-            raise PacelineError(f"run {self.run_file.name} {doing}: ask again later")
+        if self.make_worker is None:
+            raise UsageError("this supervisor cannot scale")
+        self._check_training()
         here = {worker_index(child.name): child for child in self.workers}
         leaving = {index for index, child in here.items() if child.leave_at is not None}
         up = {index for index, child in here.items() if child.state not in ("left", "failed")}
@@ -361,6 +370,29 @@ class Supervisor:
         said = f"{_workers(count)}: {' and '.join(parts) or 'nothing to change'}"
         self.view.event(said)
         return said
+
+    def _check_training(self) -> None:
+        """Raises PacelineError where nothing can be asked for."""
+        if self.code is not None or self.trainer not in self.active:
+            doing = "is stopping" if self.code is not None else "is not training yet"
+            raise PacelineError(f"run {self.run_file.name} {doing}: ask again later")
+
+    def _restart(self) -> dict[str, Any]:
+        """Has the trainer write a checkpoint and end; `_ended` starts it again. Workers are not touched.
+
+        Nothing is done if the run file is not valid now, or has become that of another run.
+        """
+        self._check_training()
+        new, old = self._reload(), self.run_file
+        if (new.name, new.output) != (old.name, old.output) or paths.ring_dir(new) != paths.ring_dir(old):
+            raise ConfigError("name, output and stream.ring_dir of a live run must stay as they are: stop it first")
+        pid = self.trainer.pid if self.trainer.state == "running" else None
+        if pid is not None and self._again_by is None:  # else it is about to be started anyway
+            self._again_by = time.monotonic() + self.policy.stop
+            self.trainer.signal(signal.SIGTERM)
+        said = f"the trainer restarts{self._saves}"
+        self.view.event(said)
+        return {"said": said, "pid": pid}
 
     def _add(self, index: int) -> None:
         assert self.make_worker is not None
@@ -410,8 +442,15 @@ class Supervisor:
             child.tail = None
 
     def _ended(self, child: Child, code: int) -> None:
+        again = child is self.trainer and self._again_by is not None
+        if again:
+            self._again_by = None
         if self.code is not None:
             self._ended_while_stopping(child, code)
+        elif (
+            again and code in (0, -signal.SIGTERM, -signal.SIGKILL) and not paths.finished_path(self.run_file).exists()
+        ):
+            self._start_again(child)
         elif child.leave_at is not None:
             self._forget(child)
         elif code == 0:
@@ -432,7 +471,7 @@ class Supervisor:
 
     def _ended_while_stopping(self, child: Child, code: int) -> None:
         child.state = "stopped"
-        if code in (0, -signal.SIGTERM, -signal.SIGKILL):
+        if code in _STOPPED:
             return
         self._show_failure(child, f"{child.name} {_died(code)} while stopping")
         if child is self.trainer and not self.code:
@@ -480,10 +519,13 @@ class Supervisor:
                 child.state = "stopped"
             elif now >= child.start_at:
                 child.restarts += 1
-                if child is self.trainer:
-                    child.command = _without_resume(child.command)
-                child.start(self._environment)
-                self.view.event(f"{child.name} started again (pid {child.pid})")
+                self._start_again(child)
+
+    def _start_again(self, child: Child) -> None:
+        if child is self.trainer:
+            child.command = _without_resume(child.command)
+        child.start(self._environment)
+        self.view.event(f"{child.name} started again (pid {child.pid})")
 
     # Ending
 
@@ -515,6 +557,10 @@ class Supervisor:
         for child in running:
             if child.leave_at is not None and now >= child.leave_at and self.code is None:
                 self._press(child)
+        if self._again_by is not None and now >= self._again_by:
+            self._again_by = float("inf")
+            self.view.event(f"{TRAINER} did not stop within {self.policy.stop:.0f} s: killed", urgent=True)
+            self.trainer.kill_group()
         if now >= self._term_workers_at:
             self._term_workers_at = float("inf")
             for child in running:
@@ -634,6 +680,7 @@ def up(
             policy=policy,
             make_worker=worker,
             wanted=wanted,
+            reload=lambda: load(run_path, overrides),
         ).run()
 
 

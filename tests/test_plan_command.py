@@ -21,7 +21,7 @@ from paceline.common.footprint import (
     slots_of,
     target_weights,
 )
-from paceline.common.forecast import Rates, advice, forecast, live_rates, splits
+from paceline.common.forecast import Rates, advice, forecast, live_rates, placed_rate, splits
 from paceline.common.planner import Gpu, make_plan, plan_json, plan_lines
 from paceline.common.record import max_rows, slot_bytes
 from paceline.common.ring import Ring
@@ -57,6 +57,22 @@ def test_eight_gpus_with_drafters_as_the_bottleneck():
     found = forecast(Rates(4.5, 6.5), 6, 2)
     assert (found.rate, found.bound) == (13.0, "drafters")
     assert found.idle_targets == pytest.approx(1 - 13 / 27) and found.idle_drafters == 0
+
+
+def test_the_rate_of_a_placement_has_the_splits_as_special_cases():
+    rates = Rates(4.5, 6.5)
+    for workers, ranks in ((6, 2), (5, 3), (1, 1)):
+        apart = placed_rate(rates, [f"w{n}" for n in range(workers)], [f"r{n}" for n in range(ranks)])
+        assert apart == pytest.approx(forecast(rates, workers, ranks).rate)
+    assert placed_rate(rates, ["a"], ["a"]) == pytest.approx(splits(rates, 1)[0].rate)
+
+
+def test_a_worker_on_a_ranks_gpu_has_the_time_that_is_left_there():
+    rates = Rates(10.0, 30.0)
+    rate = placed_rate(rates, ["a", "b"], ["b"])
+    assert rate == pytest.approx(15.0), "a makes 10, b trains 15 in half of its time and makes 5 in the other"
+    assert placed_rate(Rates(100.0, 30.0), ["a", "b"], ["b"]) == 30.0, "never faster than the rank alone"
+    assert placed_rate(rates, ["a", "a"], ["b"]) == 10.0, "two on one GPU are as fast as one"
 
 
 def test_one_gpu_is_shared():

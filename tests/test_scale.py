@@ -20,6 +20,7 @@ from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.ring import Ring
+from paceline.common.runfile import to_toml
 from paceline.common.scale import Wanted
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.audit import audit
@@ -203,6 +204,33 @@ def test_a_resumed_trainer_has_no_record_made_again_that_is_in_a_ring(live: Live
     assert made == undone - 6, "the six records that were in the rings were used as they were"
 
 
+@pytest.mark.slow
+def test_another_number_of_ranks_on_a_live_run(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the trainer restarts, by the run file as it is then; nothing is lost or trained twice."""
+    live.settings["checkpoint"]["every_steps"] = None
+    live.start(LIVE_WORKER={"seconds": 0.03})
+    live.step_reached(3)
+    workers = live.pids()
+    live.path.write_text(live.path.read_text().replace('name = "live"', 'name = "other"'))
+    assert main(["restart", "live"]) == 78
+    assert "name, output and stream.ring_dir of a live run must stay" in capsys.readouterr().err
+    live.path.write_text("ranks = ")
+    assert main(["restart", "live"]) == 78, "the run goes on with what it has"
+    assert "run.toml: not TOML" in capsys.readouterr().err
+    for ranks in (2, 1):
+        live.settings["trainer"]["ranks"] = ranks
+        live.path.write_text(to_toml(live.run))
+        assert main(["restart", "live"]) == 0, live.log()
+        said = capsys.readouterr().out
+        assert said.startswith("the trainer restarts") and "trainer is ready (pid " in said
+        reached = max(live.steps())
+        live.step_reached(reached + 2)
+        assert len(live.metrics()[-1]["rank_records"]) == ranks
+    assert live.pids() == workers
+    assert live.steps() == list(range(1, len(live.steps()) + 1)), "each step once, none undone"
+    stopped(live, capsys)
+
+
 # The parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +270,7 @@ def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
             scale.gpu_devices(odd, 9)
 
 
-@pytest.mark.parametrize("command", [["scale", "nobody", "2"], ["stop", "nobody"]])
+@pytest.mark.parametrize("command", [["scale", "nobody", "2"], ["stop", "nobody"], ["restart", "nobody"]])
 def test_a_run_that_nobody_supervises(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,8 +247,12 @@ def test_without_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_changes_need_root(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for change in (lambda: units.scale_units("demo", 2), lambda: units.stop_units("demo")):
-        with pytest.raises(PacelineError, match=r"needs root: sudo paceline (scale|stop)"):
+    for change in (
+        lambda: units.scale_units("demo", 2),
+        lambda: units.stop_units("demo"),
+        lambda: units.restart_trainer("demo"),
+    ):
+        with pytest.raises(PacelineError, match=r"needs root: sudo paceline (scale|stop|restart)"):
             change()
 
 
