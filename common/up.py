@@ -447,9 +447,7 @@ class Supervisor:
             self._again_by = None
         if self.code is not None:
             self._ended_while_stopping(child, code)
-        elif (
-            again and code in (0, -signal.SIGTERM, -signal.SIGKILL) and not paths.finished_path(self.run_file).exists()
-        ):
+        elif again and code in _STOPPED and not paths.finished_path(self.run_file).exists():
             self._start_again(child)
         elif child.leave_at is not None:
             self._forget(child)
