@@ -156,6 +156,9 @@ class CountingLearner:
     def reduce(self, group: Any) -> None:
         return
 
+    def reduce_seconds(self) -> float:
+        return 0.0
+
     def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
         self.discard()
         return True, {"loss": 0.0}

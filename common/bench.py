@@ -124,6 +124,9 @@ class Result:
     rings_full: float  # share of the samples in which no ring had a free slot for its worker
     rings_empty: float  # ... in which no ring had a record to take
     ready: float  # records in all rings, taken ones included, mean
+    reduce_share: float = 0.0  # of the time, for adding gradients up over the ranks
+    reduce_ms: float = 0.0  # of a step
+    idle: list[float] = field(default_factory=list)  # share of each rank: without a record, or waiting for another rank
     gpus: list[dict[str, float]] = field(default_factory=list)  # utilisation %, power W, memory MiB: means
     timeline: list[dict[str, Any]] = field(default_factory=list)
     placement: dict[str, list[str]] = field(default_factory=dict)  # devices of the workers and the ranks
@@ -132,6 +135,11 @@ class Result:
     @property
     def reached(self) -> float:
         return self.pipeline / self.predicted if self.predicted else 0.0
+
+    @property
+    def rank_cells(self) -> tuple[str, str]:
+        reduction = f"{self.reduce_share:.1%}" if len(self.idle) > 1 else "-"
+        return reduction, " ".join(f"{share:.1%}" for share in self.idle)
 
     def each_gpu(self, name: str) -> str:
         return " ".join(f"{gpu[name]:.0f}" for gpu in self.gpus) or "-"
@@ -492,10 +500,18 @@ def measured(
         rings_full=_mean(all(ring.full for ring in found) for found in samples),
         rings_empty=_mean(not any(ring.count("ready") for ring in found) for found in samples),
         ready=_mean(sum(ring.held for ring in found) for found in samples),
+        reduce_share=fmean(line.get("reduce_share", 0.0) for line in steps),
+        reduce_ms=1e3 * fmean(line.get("reduce_s", 0.0) for line in steps),
+        idle=[fmean(rank) for rank in zip(*map(_idle, steps), strict=True)],
         gpus=gpus,
         timeline=[{"t": line["time"] - start, "tokens_per_s": line["tokens_per_s"]} for line in steps],
         placement={"workers": workers, "ranks": ranks},
     )
+
+
+def _idle(line: Mapping[str, Any]) -> list[float]:
+    """Of each rank in a step."""
+    return [wait + idle for wait, idle in zip(line["rank_wait"], line["rank_idle"], strict=True)]
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -503,10 +519,16 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(found) if found else 0.0
 
 
+def rank_columns(results: Sequence[Result]) -> tuple[str, ...]:
+    """What is shown where there is more than one rank: `Result.rank_cells`."""
+    return ("reduction", "idle") if any(len(result.idle) > 1 for result in results) else ()
+
+
 def table(results: Sequence[Result]) -> Table:
     shown = Table(title="context tokens/s")
+    of_ranks = rank_columns(results)
     names = ("topology", "target alone", "trainer alone", "predicted", "pipeline", "of it", "data wait", "rings full")
-    for name in (*names, "GPU %", "W"):
+    for name in (*names, *of_ranks, "GPU %", "W"):
         shown.add_column(name, justify="right")
     for result in results:
         shown.add_row(
@@ -516,6 +538,7 @@ def table(results: Sequence[Result]) -> Table:
             f"{result.reached:.2f}",
             f"{result.data_wait:.1%}",
             f"{result.rings_full:.0%}",
+            *result.rank_cells[: len(of_ranks)],
             result.each_gpu("utilization.gpu"),
             result.each_gpu("power.draw"),
         )

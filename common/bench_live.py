@@ -397,8 +397,9 @@ def show(report: Report, console: Console) -> None:
 
 def live_table(report: Report) -> Table:
     shown = Table(title="one run, context tokens/s", caption="change: seconds from the request until it was in effect")
-    names = ("topology", "change", "pause", "predicted", "pipeline", "of it", "data wait", "rings full", "GPU %", "W")
-    for name in names:
+    of_ranks = bench.rank_columns(report.phases)
+    names = ("topology", "change", "pause", "predicted", "pipeline", "of it", "data wait", "rings full")
+    for name in (*names, *of_ranks, "GPU %", "W"):
         shown.add_column(name, justify="right")
     for number, phase in enumerate(report.phases):
         shown.add_row(
@@ -410,6 +411,7 @@ def live_table(report: Report) -> Table:
             f"{phase.reached:.2f}",
             f"{phase.data_wait:.1%}",
             f"{phase.rings_full:.0%}",
+            *phase.rank_cells[: len(of_ranks)],
             phase.each_gpu("utilization.gpu"),
             phase.each_gpu("power.draw"),
         )

@@ -54,6 +54,8 @@ TRAINER_GAUGES: dict[str, tuple[str, str]] = {
     "paceline_learning_rate": ("Learning rate of the newest step.", "lr"),
     "paceline_rank_data_wait_ratio": ("Share of the ranks' time spent waiting for records.", "wait_data"),
     "paceline_rank_compute_ratio": ("Share of the ranks' time spent computing.", "wait_gpu"),
+    "paceline_rank_idle_ratio": ("Share of the ranks' time spent waiting for the slowest of them.", "wait_ranks"),
+    "paceline_rank_reduction_ratio": ("Share of the time spent adding gradients up over ranks.", "reduce_share"),
     "paceline_worker_wait_ratio": ("Share of the workers' time without a free slot or without work.", "worker_wait"),
     "paceline_listed_batches": ("Batches refused or skipped so far in the surviving timeline.", "listed"),
 }

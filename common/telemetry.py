@@ -55,6 +55,8 @@ class Status(TypedDict, total=False):
     eta_s: float
     wait_data: float  # share of the ranks' time spent waiting for records, 0 to 1
     wait_gpu: float  # share spent computing
+    wait_ranks: float  # share spent waiting for the slowest rank before each step
+    reduce_share: float  # share of the time in which gradients were added up over the ranks
     worker_wait: float  # share of the workers' time spent waiting for a free slot or for work
     listed: int  # batches refused or skipped so far
     refused: int  # records that ranks refused since this trainer process started

@@ -63,6 +63,7 @@ from .objective import (
 )
 from .optim import MasterWeights, build_optimizer, copy_strictly
 from .start import first_drafter
+from .stopwatch import Stopwatch
 from .transfer import StateReader, view_scales, view_states
 
 log = logging.getLogger(__name__)
@@ -217,6 +218,7 @@ class DFlashLearner:
         self._reader = StateReader(self.device, dtype)
         if self.device.type == "cuda":
             self.drafter.compile_parts()
+        self._reduction = Stopwatch(self.device)
         self._steps = self._graphs = 0
         self._ahead: dict[tuple[int, int], _Packed] = {}  # by batch and epoch
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -458,7 +460,13 @@ class DFlashLearner:
 
     def reduce(self, group: Reducer) -> None:
         """Adds the ranks' gradients up. Every rank calls it, also one that had no record."""
+        self._reduction.start()
         group.all_reduce(self.weights.gradients)
+        self._reduction.stop()
+
+    def reduce_seconds(self) -> float:
+        """What the last `reduce` took. After `step`, which has waited for the device, this waits for nothing."""
+        return self._reduction.seconds()
 
     def step(self, total: NDArray[np.float64], lr: float) -> StepResult:
         """Applies the reduced gradients; total: the ranks' added-up sums. Clears gradients and sums.

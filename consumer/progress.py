@@ -12,7 +12,7 @@ from ..common.plan import Plan
 from ..common.telemetry import Metrics, log_line, write_status
 from .feeder import FeedSnapshot
 
-_AVERAGED = ("loss", "acc", "tau", "wait_data", "wait_gpu")
+_AVERAGED = ("loss", "acc", "tau", "wait_data", "wait_gpu", "wait_ranks", "reduce_share")
 _REMEMBER_S = 300.0  # rates and the time left are of so many seconds
 
 

@@ -80,6 +80,7 @@ class DFlash:
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
         self.prepare = self._learner.prepare
         self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard
+        self.reduce_seconds = self._learner.reduce_seconds
         self.snapshot, self.restore = self._learner.snapshot, self._learner.restore
 
     def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:

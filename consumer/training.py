@@ -61,6 +61,10 @@ class Learner(Protocol):
         """Add the gradients up over the ranks."""
         ...
 
+    def reduce_seconds(self) -> float:
+        """What the last `reduce` took; asked for after `step`."""
+        ...
+
     def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
         """Step `step` (from 0) with the summed gradients and sums, which it clears. Whether all was finite (if not,
         nothing else has changed), and the step's metrics: numbers or lists of them, the same on all ranks."""
@@ -131,6 +135,7 @@ class Collected:
     data_s: float = 0.0
     compute_s: float = 0.0
     memory: int = 0  # bytes, at most so far
+    arrived: float = 0.0  # when it was done with its records: CLOCK_MONOTONIC, which a host's processes share
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,7 @@ class Training:
         mine = self._collect((kind, number))
         point("rank.collected-not-gathered")
         self._reports.doing("gather")
+        mine.arrived = time.monotonic()
         everyone = [Collected(**found) for found in self._group.all_gather(asdict(mine))]
         if stopped := [one for one in everyone if one.stop]:
             self._ending = _ending_of(stopped)
@@ -217,7 +223,7 @@ class Training:
             values = self._evaluation(number)
         self._at.phase = self._plan.next_phase(kind, number)
         self._at.seconds = self._before + time.monotonic() - self._began
-        self._tell(kind, number, batches, listed, values | self._rates(everyone))
+        self._tell(kind, number, batches, listed, values | self._rates(everyone, values.get("reduce_s")))
         if everyone[0].last and self._at.phase is not None:
             self._ending = Ending("hours", f"trainer.max_hours ({self._run.trainer.max_hours}) is over")
 
@@ -285,6 +291,7 @@ class Training:
             self._group.all_reduce(total)
             self._learner.reduce(self._group)
             finite, values = self._learner.step(total, step, self._plan.total_steps)
+            values["reduce_s"] = self._learner.reduce_seconds() if self._group.world > 1 else 0.0
             point("rank.stepped-not-recorded")
         else:
             self._learner.discard()
@@ -308,10 +315,13 @@ class Training:
         self._at.evaluated = number
         return self._learner.eval_metrics(total)
 
-    def _rates(self, everyone: list[Collected]) -> dict[str, Any]:
+    def _rates(self, everyone: list[Collected], reduction: float | None) -> dict[str, Any]:
+        """Shares are of the phase, on this rank's clock. reduction: seconds, of a step."""
         wall = max(1e-9, time.monotonic() - self._phase_began)
         busy = sum(one.compute_s for one in everyone) / len(everyone)
         waited = sum(one.data_s for one in everyone) / len(everyone)
+        last = max(one.arrived for one in everyone)
+        idle = [min(1.0, (last - one.arrived) / wall) for one in everyone]
         records, tokens = sum(len(one.batches) for one in everyone), sum(one.tokens for one in everyone)
         return {
             "seconds": wall,
@@ -322,8 +332,11 @@ class Training:
             "records_per_s": records / wall,
             "wait_data": min(1.0, waited / wall),
             "wait_gpu": min(1.0, busy / wall),
+            "wait_ranks": sum(idle) / len(idle),
+            **({} if reduction is None else {"reduce_share": min(1.0, reduction / wall)}),
             "rank_records": [len(one.batches) for one in everyone],
             "rank_wait": [min(1.0, one.data_s / wall) for one in everyone],
+            "rank_idle": idle,
             "peak_memory": max(one.memory for one in everyone),
         }
 

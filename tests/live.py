@@ -121,11 +121,13 @@ class StoppingLearner(SumLearner):
     stops: list[tuple[int, int, str, str]] = field(default_factory=list)
     gate: str = ""
     gate_step: int = 0
+    slow: dict[str, float] = field(default_factory=dict)  # rank -> seconds that each of its records takes more
     rank: int = 0
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         while self.gate and self.steps >= self.gate_step and not Path(self.gate).exists():
             time.sleep(0.02)
+        time.sleep(self.slow.get(str(self.rank), 0.0))
         super().train_record(meta, states, epoch, done)
 
     def reduce(self, group: Any) -> None:

@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import live
 import pytest
-from paceline.common import bench_live
+from paceline.common import bench, bench_live
 from paceline.common.bench import Options
 from paceline.common.bench_live import LiveRun, Phase, Report, longest_pause, place_live, rate_curve
 from paceline.common.bench_live import bench_live as run_bench
 from paceline.common.cli import main
 from paceline.common.errors import PacelineError, UsageError
 from paceline.common.runfile import load
+from standins import LAYERS
 
 
 def phase(topology: str, began: float, changed: float, window: tuple[float, float]) -> Phase:
@@ -96,39 +98,52 @@ def test_a_run_that_ends_is_said_with_its_last_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
     path = tmp_path / "run.toml"
     path.write_text('name = "t"\noutput = "out"\n[target]\npath = "/nowhere"\n[data]\nrows = "/nowhere/rows"\n')
-    with pytest.raises(PacelineError, match=r"ended with exit code 78: .*nowhere"), LiveRun(path) as live:
-        live.wait_for(lambda: False, "what never comes")
+    with pytest.raises(PacelineError, match=r"ended with exit code 78: .*nowhere"), LiveRun(path) as run:
+        run.wait_for(lambda: False, "what never comes")
 
 
 @pytest.mark.slow
-def test_a_small_run_through_three_topologies(tmp_path, make_tiny_target, monkeypatch):
-    """More workers, then fewer and more ranks; nothing is lost, and the supervisor and its children are gone."""
+def test_a_run_through_three_topologies(tmp_path, monkeypatch):
+    """More workers, then fewer and more ranks; nothing is lost, and nothing is left behind. Stand-ins compute: the
+    supervisor, the trainer, the feed, the workers' loop, scale, restart, stop and audit are the real ones."""
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
-    monkeypatch.setattr("paceline.common.bench.gpu_count", lambda: 0)
-    options = Options(
-        seconds=2, alone_seconds=0.5, warm_up=0.5, token_budget=512, max_length=256, layers=1, block_size=4, slots=2
+    monkeypatch.setenv("LIVE_WORKER", '{"seconds": 0.02}')
+    monkeypatch.setattr(bench, "gpu_count", lambda: 0)
+    monkeypatch.setattr(bench, "measure_alone", lambda *_: {"producer": 2000.0, "consumer": 9000.0})
+    real = bench_live.paceline_command
+    monkeypatch.setattr(
+        bench_live,
+        "paceline_command",
+        lambda verb, given: live.command("up", given[:1]) if verb == "up" else real(verb, given),
     )
-    out = tmp_path / "out"
-    phases = run_bench(
-        out,
-        str(make_tiny_target("qwen3")),
-        ["1-1", "2-1", "1-2"],
-        options,
-        settle=0.2,
-        picture=out / "live.png",
-        settings=[f"stream.ring_dir={tmp_path / 'shm'}", "stream.order=strict"],
-    )
-    assert [one.topology for one in phases] == ["1-1", "2-1", "1-2"]
-    assert all(one.pipeline > 0 and one.predicted > 0 for one in phases)
+    options = Options(seconds=2, warm_up=0.5, token_budget=64, max_length=24, layers=2, block_size=4, slots=2)
+    model, out = bench.model_folder(tmp_path, "smollm2-135m"), tmp_path / "out"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 512}))  # the stand-in's
+    settings = [
+        f"stream.ring_dir={tmp_path / 'shm'}",
+        "stream.order=strict",
+        "target.dtype=float32",
+        f"target.layer_ids={list(LAYERS)}",
+    ]
+    topologies = ["1-1", "2-1", "1-2"]
+    phases = run_bench(out, str(model), topologies, options, settle=0.2, picture=out / "live.png", settings=settings)
+    assert [one.topology for one in phases] == topologies
+    assert [one.predicted for one in phases] == [pytest.approx(1 / (1 / 2000 + 1 / 9000))] * 3, "they share the CPU"
+    assert all(one.pipeline > 0 for one in phases)
     assert set(phases[1].parts) == {"workers_up", "first_record"}
     assert set(phases[2].parts) == {"removed", "trainer_up", "first_step"}
-    assert phases[1].seconds > 0 and phases[2].pause <= phases[2].seconds + options.seconds
+    assert phases[1].seconds > 0 and phases[2].seconds > max(0, phases[2].parts["removed"])
     written = json.loads((out / "bench.json").read_text())
-    assert written["audit"]["clean"] and written["audit"]["trained"] == 2 * written["audit"]["step"]
+    found = written["audit"]
+    assert found["clean"] and not found["listed"] and found["step"] < found["trained"] <= 2 * found["step"]
     assert written["batches_per_step"] == 2
-    steps = [line["step"] for line in written["timeline"]]
-    assert steps == list(range(2, written["audit"]["step"] + 1)), "in order, without a gap"
-    assert [line["phase"] for line in written["timeline"]] == sorted(line["phase"] for line in written["timeline"])
+    assert [line["step"] for line in written["timeline"]] == list(range(2, found["step"] + 1)), (
+        "in order, without a gap"
+    )
+    by_phase = [line["phase"] for line in written["timeline"]]
+    assert by_phase == sorted(by_phase) and set(by_phase) == {0, 1, 2}
+    assert len(bench_live.train_steps(out / "live")[-1]["rank_records"]) == 2
     assert (out / "live.png").stat().st_size > 1000
     assert load(out / "live.toml").trainer.ranks == 2
     assert not list((tmp_path / "rt").rglob("workers.json")) and not list((tmp_path / "shm").rglob("*.ring"))

@@ -197,6 +197,7 @@ def test_ranks_change_from_one_to_two_to_three_to_one(run: RunFile, undisturbed:
     audited(run)
     lines = [line for line in read_metrics(Path(run.output)) if line["kind"] == "train"]
     assert {len(line["rank_records"]) for line in lines} == {1, 2, 3}
+    assert all((line["reduce_s"] > 0) == (len(line["rank_idle"]) > 1) for line in lines)
     expected, found = steps(undisturbed), steps(run)
     assert [(step, lr) for step, _, lr in expected] == [(step, lr) for step, _, lr in found]
     assert [loss for _, loss, _ in expected] == pytest.approx([loss for _, loss, _ in found], rel=1e-4)

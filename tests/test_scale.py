@@ -161,6 +161,21 @@ def test_every_rank_gets_as_much(live: Live, workers: int, ranks: int) -> None:
 
 
 @pytest.mark.slow
+def test_who_waits_for_a_slow_rank_says_so(live: Live) -> None:
+    """As idle, not as waiting for data; the slow one itself waits for nobody."""
+    live.settings["trainer"] |= {"ranks": 2, "max_steps": 6, "epochs": 1}
+    live.settings["evaluation"] = {"every_steps": 0, "at_end": False}
+    live.start(STANDIN_LEARNER={"slow": {"1": 0.3}})
+    finish(live)
+    lines = [line for line in live.metrics() if line["rank_records"] == [1, 1]]
+    assert lines and all(min(line["rank_idle"]) == 0.0 for line in lines)
+    assert sum(line["rank_idle"][0] > line["rank_idle"][1] for line in lines) > len(lines) / 2
+    for line in lines:
+        assert line["wait_ranks"] == pytest.approx(sum(line["rank_idle"]) / 2)
+        assert line["reduce_share"] == pytest.approx(line["reduce_s"] / line["seconds"]) and line["reduce_s"] == 0.001
+
+
+@pytest.mark.slow
 def test_ranks_killed_and_stopped_in_a_sum_over_ranks(live: Live) -> None:
     """Over gloo: the trainer ends within its bounds and is started again, the worker is left alone."""
     live.settings["trainer"] |= {"ranks": 2, "epochs": 1, "hang_seconds": 6}
