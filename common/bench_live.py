@@ -99,6 +99,7 @@ def bench_live(
     own = [
         f"trainer.batches_per_step={math.lcm(*(ranks for _, ranks in found))}",
         f"output={json.dumps(str((folder / 'live').absolute()))}",
+        "checkpoint.keep_last=1",
     ]
     run_path = folder / "live.toml"
     run = bench.write_run(run_path, model, rows, options, *places[0], [*own, *settings])
