@@ -315,7 +315,7 @@ def forget_instances(*, dry_run: bool, say: Say) -> None:
                 systemctl("reset-failed", name)
 
 
-# Stopping
+# Restarting and stopping
 
 
 def restart_trainer(run_name: str, *, say: Say = print) -> None:

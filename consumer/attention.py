@@ -113,13 +113,12 @@ class RangeAttention:
         return result
 
     def prepare(self, windows: Iterable[int | None], head_dim: int, item_bytes: int) -> None:
-        """Sends the tables for such calls to the device now, on the current stream."""
+        """See `blocks.Prepared`; they go to the device on the current stream."""
         tuning = self._tuning or tuned(head_dim, item_bytes)
         for window in windows:
             self.ranges(window, tuning.keys.keys)
 
     def tables(self) -> Iterator[Tensor]:
-        """What `prepare` has sent."""
         for ranges in self._ranges.values():
             yield from ranges
 

@@ -201,9 +201,13 @@ def seen_from(blocks: Blocks, window: int | None) -> NDArray[np.int64]:
 class Prepared(Attend, Protocol):
     """An `Attend` whose tables can be made before the micro-batch is computed."""
 
-    def prepare(self, windows: Iterable[int | None], head_dim: int, item_bytes: int) -> None: ...
+    def prepare(self, windows: Iterable[int | None], head_dim: int, item_bytes: int) -> None:
+        """Makes them for layers with these windows and heads of so many elements, of so many bytes each."""
+        ...
 
-    def tables(self) -> Iterator[Tensor]: ...
+    def tables(self) -> Iterator[Tensor]:
+        """Those that lie on the device."""
+        ...
 
 
 def attention(blocks: Blocks, context: int, device: torch.device, head_dim: int) -> Prepared:

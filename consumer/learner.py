@@ -158,7 +158,7 @@ class _Inputs(NamedTuple):
     weights: Tensor
 
 
-class _Slots(NamedTuple):
+class _Ready(NamedTuple):
     """Blocks of a micro-batch, ready for the device."""
 
     blocks: Blocks
@@ -172,7 +172,12 @@ class _Micro(NamedTuple):
     rows: _Rows
     needed: int
     positions: Tensor
-    slots: _Slots
+    slots: _Ready
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The needed tokens in the record."""
+        return self.rows.start, self.rows.start + self.needed
 
 
 class _Packed(NamedTuple):
@@ -262,7 +267,8 @@ class DFlashLearner:
             for table in packed.tensors():
                 table.record_stream(here)  # else its memory could be another table's before it has been read
         noise = self._run.objective.noise * (1 - done)
-        for micro, found in zip(packed.micros, self._states(meta, states, packed.micros), strict=True):
+        spans = [micro.span for micro in packed.micros]
+        for micro, found in zip(packed.micros, self._states(meta, states, spans), strict=True):
             if noise:
                 self._add_noise(found.features, micro.rows, noise, epoch)
             context = self.drafter.project_context(found.features, micro.positions)
@@ -272,7 +278,8 @@ class DFlashLearner:
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
         """Adds a record's sums, chains included; no gradients. On return its slot may be released."""
         micros = self._packed(meta, EVAL_EPOCH, chains=True).micros
-        for micro, found in zip(micros, self._states(meta, states, micros), strict=True):
+        spans = [micro.span for micro in micros]
+        for micro, found in zip(micros, self._states(meta, states, spans), strict=True):
             context = self.drafter.project_context(found.features, micro.positions)
             self._score(micro.slots, context, len(micro.rows.tokens), found.last)
             self._chain(micro.rows, context)
@@ -287,15 +294,15 @@ class DFlashLearner:
             if not self._objective.needs_target and not chains:  # nothing sees what is after the last anchor
                 needed = max(1, blocks.spans[-1].context_to)
             positions = self._context_positions(rows, needed)
-            packed.append(_Micro(rows, needed, positions, self._slots(blocks, needed)))
+            packed.append(_Micro(rows, needed, positions, self._ready(blocks, needed)))
         return _Packed(packed)
 
-    def _slots(self, blocks: Blocks, context: int) -> _Slots:
+    def _ready(self, blocks: Blocks, context: int) -> _Ready:
         columns = [blocks.ids, blocks.positions, blocks.scored, blocks.labels, blocks.cells, blocks.label_at]
         inputs = _Inputs._make([*to_device(columns, self.device), *to_device([blocks.weights], self.device)])
         attend = attention(blocks, context, self.device, self.config.head_dim)
         attend.prepare(self.drafter.windows, self.config.head_dim, self._embedding.element_size())
-        return _Slots(blocks, inputs, attend)
+        return _Ready(blocks, inputs, attend)
 
     def _micro_batches(self, meta: RecordMeta, epoch: int) -> list[_Rows]:
         cu, anchors = meta.cu_seqlens, self._anchors(meta, epoch)
@@ -329,11 +336,10 @@ class DFlashLearner:
             for r, row_id in enumerate(meta.row_ids)
         ]
 
-    def _states(self, meta: RecordMeta, states: memoryview, micros: Sequence[_Micro]) -> Iterator[_States]:
-        """Hidden states of the needed tokens of each micro-batch."""
+    def _states(self, meta: RecordMeta, states: memoryview, spans: Sequence[tuple[int, int]]) -> Iterator[_States]:
+        """Hidden states of a record's tokens (from, to), a micro-batch after the other."""
         view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
         scales = view_scales(states, meta.states_shape) if meta.dtype == FP8 else None
-        spans = [(micro.rows.start, micro.rows.start + micro.needed) for micro in micros]
         last = self._objective.needs_target
         for features, hidden in self._reader.features(view, len(meta.layer_ids), spans, last=last, scales=scales):
             with torch.no_grad():
@@ -367,42 +373,42 @@ class DFlashLearner:
             gamma=self._gamma,
         )
 
-    def _hidden(self, slots: _Slots, context: Sequence[ContextKV]) -> Tensor:
+    def _hidden(self, ready: _Ready, context: Sequence[ContextKV]) -> Tensor:
         """States [n, H] of the scored slots."""
-        embeds = F.embedding(slots.inputs.ids, self._embedding)
-        hidden = self.drafter.decode(embeds, slots.inputs.positions, context, slots.attend)
-        return hidden.index_select(0, slots.inputs.scored)
+        embeds = F.embedding(ready.inputs.ids, self._embedding)
+        hidden = self.drafter.decode(embeds, ready.inputs.positions, context, ready.attend)
+        return hidden.index_select(0, ready.inputs.scored)
 
-    def _score(self, slots: _Slots, context: Sequence[ContextKV], tokens: int, last: Tensor | None = None) -> Tensor:
+    def _score(self, ready: _Ready, context: Sequence[ContextKV], tokens: int, last: Tensor | None = None) -> Tensor:
         """Adds the blocks' sums and returns their share of the loss's numerator."""
-        scored = self._through_head(slots, self._hidden(slots, context), last)
+        scored = self._through_head(ready, self._hidden(ready, context), last)
         self._sums += block_sums(
             scored,
-            slots.inputs.cells,
-            blocks=slots.blocks.count,
+            ready.inputs.cells,
+            blocks=ready.blocks.count,
             block_size=self.config.block_size,
             context_tokens=tokens,
         )
         return scored.loss
 
-    def _through_head(self, slots: _Slots, hidden: Tensor, last: Tensor | None) -> Scored:
-        blocks, inputs = slots.blocks, slots.inputs
+    def _through_head(self, ready: _Ready, hidden: Tensor, last: Tensor | None) -> Scored:
+        blocks, inputs = ready.blocks, ready.inputs
         if self._objective.plain:
             return head_cross_entropy(hidden, self._head, inputs.labels, inputs.weights, chunk_bytes=self._chunk)
         size = self.config.block_size
         # A run of whole blocks is a little shorter than what is allowed: so that there is not one more than needed.
         most = min(chunk_rows(len(hidden), self._head, self._chunk) + size, self._chunk // (4 * len(self._head)))
         runs = whole_blocks(blocks.block[blocks.scored], max(1, most))
-        table = Slots(inputs.labels, inputs.weights, inputs.cells, blocks.count, size, runs)
+        slots = Slots(inputs.labels, inputs.weights, inputs.cells, blocks.count, size, runs)
         target = None if last is None else last.index_select(0, inputs.label_at - 1)
         backend = fused_backend() if self.device.type == "cuda" else PLAIN
-        return score_through_head(hidden, self._head, table, self._objective, target, backend)
+        return score_through_head(hidden, self._head, slots, self._objective, target, backend)
 
     def _chain(self, rows: _Rows, context: Sequence[ContextKV]) -> None:
         def accept(anchors: list[Positions]) -> NDArray[np.int64]:
             blocks = self._pack(rows, anchors)
-            slots = self._slots(blocks, context[0][0].shape[1])
-            hidden, inputs = self._hidden(slots, context), slots.inputs
+            ready = self._ready(blocks, context[0][0].shape[1])
+            hidden, inputs = self._hidden(ready, context), ready.inputs
             size = self.config.block_size
             if self.device.type == "cpu":
                 counts = accepted_lazily(hidden, self._head, inputs.labels, inputs.cells, blocks.count, size)

@@ -21,18 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from ..common.bench_parts import PADDED_LENGTH
 from ..common.errors import ConfigError
-from ..common.record import FP8, RecordMeta
-from ..common.target import as_dtype
+from ..common.record import RecordMeta
 from .anchors import Positions
 from .blocks import to_device
-from .drafter import Drafter, DraftLayer
+from .drafter import Drafter, DraftLayer, rotate
 from .learner import DFlashLearner
 from .losses import SCALARS
-from .transfer import view_scales, view_states
 
 LENGTH = PADDED_LENGTH  # C
 
@@ -128,10 +125,6 @@ def _compiled_mask() -> Callable[..., BlockMask]:
 # The model
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    return x * rope[0] + rotate_half(x) * rope[1]
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """q [R, heads, S, D] over k and v [R, kv heads, C+S, D]."""
     if isinstance(mask, Tensor):
@@ -196,11 +189,9 @@ class PaddedLearner(DFlashLearner):
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         micros = self._padded.pop((meta.batch, epoch), None) or self._tables(meta, epoch)
-        view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
-        scales = view_scales(states, meta.states_shape) if meta.dtype == FP8 else None
-        read = self._reader.features(view, len(meta.layer_ids), [span for span, _ in micros], scales=scales)
-        for (_, host), (features, _) in zip(micros, read, strict=True):
-            self._train(self._sent(host), features)
+        spans = [span for span, _ in micros]
+        for (_, host), found in zip(micros, self._states(meta, states, spans), strict=True):
+            self._train(self._sent(host), found.features)
 
     def _train(self, tables: Tables, features: Tensor) -> None:
         rows = len(tables.ids)

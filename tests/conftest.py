@@ -147,31 +147,26 @@ def tiny_config(kind: str):
             sliding_window=16,
             rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
         )
+    hybrid: dict[str, Any] = {
+        "head_dim": 16,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    }
     if kind == "qwen3_5":
         from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-        return Qwen3_5TextConfig(
-            **common,
-            head_dim=16,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            layer_types=["linear_attention", "full_attention"] * 2,
-        )
+        return Qwen3_5TextConfig(**common, **hybrid, linear_value_head_dim=16)
     if kind == "qwen3_next":
         return transformers.Qwen3NextConfig(
             **common,
-            head_dim=16,
-            linear_key_head_dim=16,
+            **hybrid,
             linear_value_head_dim=8,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=64,
             shared_expert_intermediate_size=64,
-            layer_types=["linear_attention", "full_attention"] * 2,
         )
     raise ValueError(kind)
 

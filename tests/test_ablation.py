@@ -1,44 +1,22 @@
 """benchmarks/ablation.py: valid runs, a table of what they measured, and none that is run twice."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
-from paceline.common.runfile import RunFile, load, to_toml
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ablation.py"
+from paceline.common.runfile import load
+from scripts import load_script, write_tiny_run
 
 
 @pytest.fixture(scope="module")
 def ablation():
-    spec = importlib.util.spec_from_file_location("ablation", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablation"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("ablation")
 
 
 @pytest.fixture
 def run_path(tmp_path, tiny_target_dir, chat_file, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    run = RunFile.model_validate(
-        {
-            "name": "tiny",
-            "output": str(tmp_path / "own"),
-            "target": {"path": str(tiny_target_dir), "dtype": "float32"},
-            "data": {"files": [str(chat_file)], "max_length": 256, "held_out": 8},
-            "stream": {"token_budget": 1024, "slots": 2, "ring_dir": str(tmp_path / "shm")},
-            "trainer": {"max_steps": 2, "dtype": "float32", "threads": 1},
-            "drafter": {"layers": 1, "block_size": 4, "mask_token_id": 3},
-        }
-    )
-    path = tmp_path / "run.toml"
-    path.write_text(to_toml(run))
-    return path
+    return write_tiny_run(tmp_path, tiny_target_dir, chat_file, token_budget=1024, trainer={"max_steps": 2})
 
 
 def test_every_arm_is_a_valid_run_of_its_own(ablation, run_path, tmp_path):

@@ -177,7 +177,7 @@ def test_activations_are_what_autograd_keeps():
     packed = learner._pack(micro, micro.anchors)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         context = learner.drafter.project_context(rows.features, learner._context_positions(micro, 400))
-        hidden = learner._hidden(learner._slots(packed, 400), context)
+        hidden = learner._hidden(learner._ready(packed, 400), context)
     assert hidden.requires_grad
     found = sum(size for at, size in kept.items() if at not in own)
     shape = Shape(HIDDEN, 64, 2, 64, 32, 2, 61, 4, tied=False)

@@ -1,54 +1,32 @@
 """benchmarks/two_ranks.py: valid runs that differ in their ranks alone, what is made of them, and a small one."""
 
-import importlib.util
 import json
 import os
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from paceline.common.errors import PacelineError, UsageError
 from paceline.common.rows import Rows, RowsWriter
-from paceline.common.runfile import RunFile, load, to_toml
+from paceline.common.runfile import load
 from paceline.common.telemetry import read_metrics
 from paceline.consumer.audit import audit
 from rich.console import Console
+from scripts import load_script, write_tiny_run
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "two_ranks.py"
 PATIENCE = 600.0
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    spec = importlib.util.spec_from_file_location("two_ranks", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["two_ranks"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("two_ranks")
 
 
 @pytest.fixture
 def run_path(tmp_path, tiny_target_dir, chat_file, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    run = RunFile.model_validate(
-        {
-            "name": "tiny",
-            "output": str(tmp_path / "own"),
-            "target": {"path": str(tiny_target_dir), "dtype": "float32"},
-            "data": {"files": [str(chat_file)], "max_length": 256, "held_out": 8},
-            "stream": {"token_budget": 512, "slots": 2, "ring_dir": str(tmp_path / "shm")},
-            "trainer": {"dtype": "float32", "threads": 1},
-            "drafter": {"layers": 1, "block_size": 4, "mask_token_id": 3},
-            "optimizer": {"lr": 5e-3},
-        }
-    )
-    path = tmp_path / "run.toml"
-    path.write_text(to_toml(run))
-    return path
+    return write_tiny_run(tmp_path, tiny_target_dir, chat_file, token_budget=512, optimizer={"lr": 5e-3})
 
 
 def options(two_ranks, run_path, out, *more):
