@@ -5,6 +5,7 @@ it is the record it should be. `SumLearner` checks each one and moves a toy weig
 that a run that loses, doubles or reorders a record ends with another weight.
 """
 
+import hashlib
 import json
 import os
 import socket
@@ -197,7 +198,7 @@ class SocketGroup:
         self.rank, self.world = rank, world
         if rank == 0:
             server = socket.socket(socket.AF_UNIX)
-            server.bind(str(path))
+            server.bind(_address(path))
             server.listen(world)
             peers = [server.accept()[0] for _ in range(world - 1)]
             self._peers = [peer for _, peer in sorted((_read_object(peer), peer) for peer in peers)]
@@ -228,12 +229,17 @@ class SocketGroup:
             peer.close()
 
 
+def _address(path: Path) -> str:
+    """An abstract one for the path, which may be longer than a socket's name."""
+    return "\0" + hashlib.sha256(str(path).encode()).hexdigest()
+
+
 def _connect(path: Path, patience: float = 30.0) -> socket.socket:
     deadline = time.monotonic() + patience
     while True:
         peer = socket.socket(socket.AF_UNIX)
         try:
-            peer.connect(str(path))
+            peer.connect(_address(path))
             return peer
         except OSError:
             peer.close()
