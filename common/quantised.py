@@ -9,6 +9,8 @@ Other methods bring linear layers of their own, which transformers makes at load
 no floating-point matrix is refused.
 """
 
+import contextlib
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -77,6 +79,21 @@ def _restore(model: nn.Module, dtype: torch.dtype) -> None:
     hook = getattr(model, "ct_decompress_hook", None)
     if hook is not None:
         hook.remove()
+
+
+@contextlib.contextmanager
+def unrounded(layers: nn.Module) -> Iterator[bool]:
+    """Leaves activations as they are for as long as it lasts; gives whether any are rounded otherwise."""
+    ours = {*_token_forwards().values(), _rounding_forward}
+    forwards = [(module, vars(module).get("forward")) for module in layers.modules()]
+    rounding = [(module, forward) for module, forward in forwards if getattr(forward, "__func__", None) in ours]
+    for module, _ in rounding:
+        del vars(module)["forward"]
+    try:
+        yield bool(rounding)
+    finally:
+        for module, forward in rounding:
+            vars(module)["forward"] = forward
 
 
 def _plain(scheme: Any) -> tuple[str, int] | None:

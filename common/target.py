@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -51,7 +51,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from . import delta_net
 from .boundaries import Boundaries, Unpackable, boundaries, current
 from .errors import ConfigError
-from .quantised import check_quantisation, quantisation, restore
+from .quantised import check_quantisation, quantisation, restore, unrounded
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
 
 __all__ = [
@@ -77,6 +77,10 @@ WINDOW_BLOCK = 512  # queries that share one mask in a sliding-window layer
 CHECK_LENGTHS: tuple[int, ...] = (23, 17, 40)  # rows of the self-check; another one is longer than the sliding window
 CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check reaches across
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # relative error of states, mean of tokens
+# How far off quantised layers may be another way, relative to plain ones: roundings of its own are as large and
+# independent, so that it is 1 but for chance, and faults of 0.75 of that error are seen. Besides a tenth of the
+# tolerance, for roundings of the dtype itself where quantising moves the states by less.
+QUANTISED, BESIDES = 1.25, 0.1
 
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types that `packed_attention` serves
 _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "embedding_norm")
@@ -104,6 +108,22 @@ class Pass(NamedTuple):
     cu_seqlens: Sequence[int]  # of packed rows, else empty
 
 
+class _Reference(NamedTuple):
+    """What a way to run the layers is compared with. Of a plane a checked layer: states [t, H] of each row alone, and
+    the error allowed."""
+
+    rows: list[Tensor]
+    states: list[list[Tensor]]
+    limits: list[float]
+
+    def errors(self, states: list[list[Tensor]]) -> list[float]:
+        """Of each layer, the largest of its rows."""
+        return [
+            max(_error(a, b) for a, b in zip(found, wanted, strict=True))
+            for found, wanted in zip(states, self.states, strict=True)
+        ]
+
+
 class _LastLayer(Exception):
     """Leaves the decoder's forward once the deepest layer asked for has run."""
 
@@ -116,10 +136,14 @@ FP8_CAPABILITY = (8, 9)  # first compute capability with fp8 matmuls
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values [R, K] and float32 scales [R, 1] of a matrix [R, K]; their product is the matrix, rounded."""
-    largest = x.abs().amax(dim=-1, keepdim=True).float()
+    """e4m3 values [R, K] and float32 scales [R, 1] of a matrix [R, K]; their product is the matrix, rounded.
+
+    Uncompiled each line is one pass over the matrix. Nothing is clamped: the largest value comes out at 448 or one
+    float32 rounding beside it, which is rounded to 448.
+    """
+    largest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).float()
     scale = largest.clamp_min(1e-12) / FP8_LARGEST
-    return (x.float() / scale).clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8), scale
+    return (x / scale).to(FP8), scale
 
 
 def scaled_matmul(
@@ -636,6 +660,10 @@ class Target:
             raise ConfigError(f"target.path: {info.path} does not fit into the memory of {device}") from None
         return cls(info, decoder, parts.layers, device, computed)
 
+    def drop_after(self, layer: int) -> None:
+        """Forgets the layers after this one."""
+        del self.layers[layer + 1 :]
+
     @property
     def can_pack(self) -> bool:
         """Whether rows run packed: true only after a `self_check()` that proved it."""
@@ -746,20 +774,43 @@ class Target:
     # Which way is right for this model
 
     @torch.inference_mode()
-    def self_check(self, *, pack: bool = True, faster: Faster | None = None) -> None:
+    def self_check(
+        self,
+        *,
+        pack: bool = True,
+        quantising: Callable[["Target"], object] | None = None,
+        faster: Faster | None = None,
+    ) -> None:
         """Chooses packed, padded or alone: the first way that gives the states of rows run alone, and logs which.
 
         The reference is the model's own attention on one row at a time. Packing must also leave later rows unmoved
         when the first row's tokens change. Packed rows then run the `faster` way if that passes the same check.
+
+        quantising: rounds the layers' arithmetic, once the way is chosen, as some checkpoints do by themselves. Then no
+        two kernels give the same states any more: what differs by one rounding in bfloat16 is now and then rounded to
+        another of fp8's few values, and after some layers the states are about as far from each other as each is from
+        the reference. So the reference is not quantised, and `faster` may be about QUANTISED times as far from it as
+        plain layers are.
         """
+        with unrounded(self.layers) as rounding:
+            reference = self._choose(pack)
+        if quantising is not None:
+            quantising(self)
+        if quantising is not None or rounding:
+            reference = self._quantised(reference)
+        if faster is not None:
+            self._speed_up(faster, reference)
+
+    def _choose(self, pack: bool) -> "_Reference":
         started = time.monotonic()
         rows = self._check_rows()
         self._use("alone")
-        alone = self._states(rows)
+        wanted = self._states(rows)
+        reference = _Reference(rows, wanted, [TOLERANCE.get(self.dtype, 1e-3)] * len(wanted))
         for mode in ("packed", "padded") if pack else ("padded",):
             try:
                 self._use(mode)
-                fault = self._fault(rows, alone)
+                fault = self._fault(reference)
             except (Unpackable, RuntimeError, ValueError, TypeError) as error:
                 fault = first_line(error)
             if fault is None:
@@ -769,16 +820,23 @@ class Target:
             log.log(level, "rows do not run %s: %s", mode, fault)
             self._use("alone")
         log.info("self-check: rows run %s (%.1f s)", self.mode, time.monotonic() - started)
-        if faster is not None:
-            self._speed_up(faster, rows, alone)
+        return reference
 
-    def _speed_up(self, faster: Faster, rows: list[Tensor], alone: list[Tensor]) -> None:
+    def _quantised(self, reference: "_Reference") -> "_Reference":
+        """The reference with what may differ from it, by layer, now that the layers are quantised."""
+        errors = reference.errors(self._states(reference.rows))
+        told = ", ".join(f"{error:.2g} after layer {n}" for n, error in zip(self._checked, errors, strict=True))
+        log.info("quantised, the states are off by %s", told)
+        limits = [QUANTISED * error + BESIDES * limit for error, limit in zip(errors, reference.limits, strict=True)]
+        return reference._replace(limits=limits)
+
+    def _speed_up(self, faster: Faster, reference: "_Reference") -> None:
         if self.mode != "packed":
-            log.info("the target is not compiled, as its rows run %s", self.mode)
+            log.warning("the target is not compiled, as its rows run %s", self.mode)
             return
         try:
             faster.install(self)
-            fault = self._states_fault(rows, alone)
+            fault = self._states_fault(reference)
         except ConfigError:
             raise
         except Exception as error:  # a compiler may raise anything, and the plain way is right without it
@@ -812,20 +870,26 @@ class Target:
     def _text(self) -> Any:
         return self.decoder.config.get_text_config(decoder=True)
 
-    def _states(self, rows: list[Tensor]) -> list[Tensor]:
-        """The deepest loaded layer's output for each row, float32 [t, H], in the current mode."""
-        cu_seqlens = [0]
-        for row in rows:
-            cu_seqlens.append(cu_seqlens[-1] + len(row))
-        whole = torch.empty(cu_seqlens[-1], self.info.hidden_size, device=self.device)
+    @property
+    def _checked(self) -> list[int]:
+        """Layers whose outputs are compared: the first of each kind, where errors have not yet added up, and the last
+        that was loaded."""
+        kinds = list(getattr(self._text, "layer_types", None) or [""])[: len(self.layers)]
+        return sorted({*map(kinds.index, kinds), len(self.layers) - 1})
+
+    def _states(self, rows: list[Tensor]) -> list[list[Tensor]]:
+        """Outputs [t, H] of the checked layers for each row, by layer and row, in the current mode."""
+        offsets = [0, *accumulate(map(len, rows))]
+        layers = self._checked
+        whole = torch.empty(len(layers), offsets[-1], self.info.hidden_size, dtype=self.dtype, device=self.device)
 
         def keep(plane: int, states: Tensor, first: int) -> None:
-            whole[first : first + len(states)] = states
+            whole[plane, first : first + len(states)] = states
 
-        self.forward_states(torch.cat(rows), cu_seqlens, [len(self.layers) - 1], keep)
-        return [whole[start:end] for start, end in pairwise(cu_seqlens)]
+        self.forward_states(torch.cat(rows), offsets, layers, keep)
+        return [[plane[start:end] for start, end in pairwise(offsets)] for plane in whole]
 
-    def _fault(self, rows: list[Tensor], alone: list[Tensor]) -> str | None:
+    def _fault(self, reference: "_Reference") -> str | None:
         """Why the current mode is wrong for this model; None if it is right."""
         if self.mode == "packed":
             kinds = set(getattr(self._text, "layer_types", None) or ()) - _ATTENTION
@@ -834,19 +898,22 @@ class Target:
                     return fault
             elif kinds:
                 return f"it has layers of type {', '.join(sorted(kinds))}"
-            if (fault := self._window_fault(rows)) is not None:
+            if (fault := self._window_fault(reference.rows)) is not None:
                 return fault
-        return self._states_fault(rows, alone)
+        return self._states_fault(reference)
 
-    def _states_fault(self, rows: list[Tensor], alone: list[Tensor]) -> str | None:
+    def _states_fault(self, reference: "_Reference") -> str | None:
         """What is wrong with the states; None if they are right."""
-        limit = TOLERANCE.get(self.dtype, 1e-3)
+        rows = reference.rows
         states = self._states(rows)
-        error = max(_error(a, b) for a, b in zip(states, alone, strict=True))
-        if not error <= limit:
-            return f"states differ from a row's alone by {error:.2g} (at most {limit:g})"
+        for layer, error, limit in zip(self._checked, reference.errors(states), reference.limits, strict=True):
+            if not error <= limit:
+                return f"states differ from a row's alone by {error:.2g} after layer {layer} (at most {limit:.2g})"
         others = self._states([(rows[0] + 1) % self.info.vocab_size, *rows[1:]])
-        moved = max(_error(a, b) for a, b in zip(others[1:], states[1:], strict=True))
+        limit = TOLERANCE.get(self.dtype, 1e-3)  # also where quantised: a token is rounded by itself
+        moved = max(
+            _error(a, b) for was, now in zip(states, others, strict=True) for a, b in zip(now[1:], was[1:], strict=True)
+        )
         if not moved <= limit:
             return f"the first row's tokens move later rows by {moved:.2g} (at most {limit:g})"
         return None
@@ -895,5 +962,6 @@ def _error(states: Tensor, reference: Tensor) -> float:
 
     A leak from the row before shows at the start (a convolution) or everywhere, a wrong sliding window at the end.
     """
+    states, reference = states.float(), reference.float()
     each = (states - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-12)
     return max(float(part.mean()) for part in (each[:4], each[-8:], each))

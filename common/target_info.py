@@ -6,6 +6,7 @@ own config counts: for a wrapped (multimodal) model that is its text config. Loa
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -210,6 +211,11 @@ def default_layer_ids(num_layers: int, draft_layers: int) -> list[int]:
             "name the layers in target.layer_ids"
         )
     return ids
+
+
+def deepest_layer(run: RunFile, info: TargetInfo, layer_ids: Sequence[int]) -> int:
+    """The last layer that a worker runs."""
+    return info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
 
 
 def resolve_layer_ids(run: RunFile, info: TargetInfo) -> list[int]:

@@ -22,7 +22,7 @@ from ..common.errors import ConfigError
 from ..common.record import scales_offset
 from ..common.runfile import RunFile
 from ..common.target import Target, as_dtype, quantise
-from ..common.target_info import TargetInfo
+from ..common.target_info import TargetInfo, deepest_layer
 from ..common.timeline import Steps
 from .compiled import CompiledLayers
 from .fp8 import check_fp8, use_fp8
@@ -62,11 +62,7 @@ class TargetSource:
     @classmethod
     def load(cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> "TargetSource":
         """Loads the run's target on `device`, chooses how rows run, compiles and warms up. Raises ConfigError."""
-        if run.workers.threads:
-            torch.set_num_threads(run.workers.threads)
-        _check_device(device)
-        if run.target.fp8:
-            check_fp8(device)
+        prepare(run, device)
         shards = Shards(run, device) if run.workers.gpus_per_worker > 1 else None
         try:
             return cls._load(run, info, layer_ids, device, shards)
@@ -79,23 +75,34 @@ class TargetSource:
     def _load(
         cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str, shards: Shards | None
     ) -> "TargetSource":
-        count = run.workers.gpus_per_worker
-        last_layer = info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
-        target = load_target(run, info.path, last_layer, device, count)
+        last_layer = deepest_layer(run, info, layer_ids)
+        target = load_target(run, info.path, last_layer, device, run.workers.gpus_per_worker)
+        return cls.over(run, target, layer_ids, shards)
+
+    @classmethod
+    def over(
+        cls, run: RunFile, target: Target, layer_ids: Sequence[int], shards: Shards | None = None
+    ) -> "TargetSource":
+        """Takes a target over that has just been loaded, without layers that are not needed: see `load`."""
         if shards is not None:
             target.announce = shards.announce
-        if run.target.fp8:
-            log.info("%d linear layers run in fp8", use_fp8(target))
         gpu, wanted = target.device.type == "cuda", run.target.compile
         compiled = None
         if shards is not None:
-            log.info("the target runs on %d devices, uncompiled", count)
+            log.info("the target runs on %d devices, uncompiled", run.workers.gpus_per_worker)
         elif gpu if wanted == "auto" else wanted:
             compiled = CompiledLayers(run.stream.token_budget if gpu else 0, run.data.max_length)
-        target.self_check(pack=run.workers.pack == "auto", faster=compiled)
+        target.self_check(
+            pack=run.workers.pack == "auto", quantising=use_fp8 if run.target.fp8 else None, faster=compiled
+        )
         source = cls(target, layer_ids, run.record_dtype, run.target.last_hidden, compiled, shards)
         source.warm_up(run.stream.token_budget, run.data.max_length)
         return source
+
+    def uncompile(self) -> None:
+        """Runs plain layers from now on; to compare with."""
+        if self._compiled is not None:
+            self._compiled.remove(self._target)
 
     @property
     def mode(self) -> str:
@@ -225,6 +232,15 @@ def _tell(copied: Any, landed: Landed, start: int, stop: int) -> None:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()
+
+
+def prepare(run: RunFile, device: str) -> None:
+    """What comes before a target is loaded: threads are set, a device that cannot run it is refused. ConfigError."""
+    if run.workers.threads:
+        torch.set_num_threads(run.workers.threads)
+    _check_device(device)
+    if run.target.fp8:
+        check_fp8(device)
 
 
 def _check_device(device: str) -> None:

@@ -144,7 +144,7 @@ def _flat(one: Pass) -> Tensor:
     return torch.cat([part.long() for part in parts])
 
 
-def load_target(run: RunFile, path: str, last_layer: int, device: str, shards: int) -> Target:
+def load_target(run: RunFile, path: str, last_layer: int | None, device: str, shards: int) -> Target:
     """The run's target, or this process's share of it."""
     return Target.load(
         path,
@@ -161,7 +161,7 @@ def load_target(run: RunFile, path: str, last_layer: int, device: str, shards: i
 
 def main(job: Mapping[str, Any]) -> int:
     """Joins, loads its share and follows the worker until it is killed."""
-    from ..common.target_info import resolve_layer_ids, target_info
+    from ..common.target_info import deepest_layer, resolve_layer_ids, target_info
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != job["parent"]:
@@ -171,7 +171,7 @@ def main(job: Mapping[str, Any]) -> int:
         torch.set_num_threads(run.workers.threads)
     join(Path(job["folder"]), rank, devices)
     info = target_info(run.target.path, run.target.trust_remote_code)
-    last_layer = info.num_layers - 1 if run.target.last_hidden else max(resolve_layer_ids(run, info))
+    last_layer = deepest_layer(run, info, resolve_layer_ids(run, info))
     target = load_target(run, info.path, last_layer, devices[rank], len(devices))
     while True:
         target.follow(receive(target.device))

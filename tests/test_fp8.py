@@ -1,5 +1,7 @@
 """fp8 matmuls: their rounding error is the format's, a token's scale is its own, and they are refused elsewhere."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,9 @@ from paceline.common.runfile import RunFile
 from paceline.common.target import Target, plain_scaled_matmul, quantise, scaled_matmul
 from paceline.common.target_info import target_info
 from paceline.consumer import linears
+from paceline.producer import fp8
 from paceline.producer.capture import TargetSource
+from paceline.producer.compiled import CompiledLayers
 from paceline.producer.fp8 import Fp8Linear, use_fp8
 from torch import nn
 
@@ -38,6 +42,16 @@ def test_values_are_rounded_to_the_formats_precision_by_row():
     assert float(((restored - x) / x)[normal].abs().max()) <= ROUNDING * 1.001
     zeros, scale = quantise(torch.zeros(3, 16))
     assert not zeros.float().any() and torch.isfinite(scale).all()
+
+
+def test_the_largest_value_of_a_row_comes_out_at_the_formats_largest_whatever_it_is():
+    """Every float32 mantissa: scaled it may lie a rounding above 448, and the format has no larger value but NaN."""
+    largest = torch.arange(2**23, 2**24, 3, dtype=torch.int32).float()[:, None]
+    for exponent in (-60, 0, 60):
+        values, scale = quantise(-largest * 2.0**exponent)
+        assert bool((values.float() == -448).all()) and scale.shape == largest.shape
+    values, _ = quantise(torch.tensor([[1.0, torch.nan], [torch.inf, 1.0]]))
+    assert values.float().isnan().any(-1).all(), "what is no number stays none"
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -73,6 +87,157 @@ def test_the_layers_of_a_target_change_and_nothing_else(make_tiny_target):
         )
     assert ("fp8", 0, 0) in states
     assert 0.01 < relative(states["fp8", 0, 0], torch.cat([states["plain", 0, 0], states["plain", 0, 20]])) < 0.1
+
+
+def test_layers_that_read_the_same_input_quantise_it_once(make_tiny_target, monkeypatch):
+    target = Target.load(str(make_tiny_target("qwen3")), dtype="float32")
+    use_fp8(target)
+    inputs = []
+    monkeypatch.setattr(fp8, "quantise", lambda x: (inputs.append(x.shape[1]), quantise(x))[1])
+    tokens = torch.arange(30)
+    target.forward_states(tokens, [0, 30], [3], lambda *_: None)
+    assert inputs == 4 * [64, 64, 64, 128], "q, k, v; o; gate, up; down"
+
+
+def test_an_input_is_not_taken_for_the_one_before():
+    layer = Fp8Linear(nn.Linear(32, 16, bias=False).requires_grad_(False))
+    found = []
+    for seed in range(5):  # each may lie where the one before lay
+        x = draw(3, 32, seed=seed)
+        found.append((layer(x), Fp8Linear.forward(layer, x.clone())))
+        del x
+    assert all(torch.equal(*pair) for pair in found)
+    assert len({float(y.sum()) for y, _ in found}) == 5
+
+
+# Compiled
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Nothing compiled yet, and a cache folder of its own."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    for variable in paths.COMPILE_CACHES:
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def exact(graph, inputs):
+    return graph.forward
+
+
+def roundings(graph, inputs):
+    """As right as the plain layers, with roundings of its own, as large as bfloat16's; the same each time."""
+
+    def run(*args):
+        generator = torch.Generator().manual_seed(1)
+        outputs = graph.forward(*args)
+        return [out * (1 + 2**-7 * (2 * torch.rand(out.shape, generator=generator) - 1)) for out in outputs]
+
+    return run
+
+
+def positions(graph, inputs):
+    """Sines of the position before."""
+    tables = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[2] == HEAD]
+    assert len(tables) == 2
+
+    def run(*args):
+        return graph.forward(*(x.roll(1, 1) if i == tables[1] else x for i, x in enumerate(args)))
+
+    return run
+
+
+def short(graph, inputs):
+    """A tenth of what a layer adds is lost."""
+    (before,) = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[2] == 64]
+    return lambda *args: [args[before] + 0.9 * (out - args[before]) for out in graph.forward(*args)]
+
+
+def leaking(graph, inputs):
+    """Tokens see a little of the one before, also of another row; far less than fp8's own error."""
+    return lambda *args: [out + 0.01 * out.roll(1, 1) for out in graph.forward(*args)]
+
+
+HEAD = 16
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [
+        (exact, None),
+        (roundings, None),
+        (positions, "after layer 0"),
+        (short, "after layer 0"),
+        (leaking, "the first row's tokens move later rows"),
+    ],
+)
+def test_compiled_fp8_layers_have_to_be_as_near_to_the_unquantised_as_plain_ones(
+    make_tiny_target, compiler, caplog, backend, fault
+):
+    caplog.set_level("INFO", "paceline")
+    target, layers = Target.load(str(make_tiny_target("qwen3")), dtype="float32"), CompiledLayers(0, 64, backend)
+    target.self_check(quantising=use_fp8, faster=layers)
+    assert target.can_pack and "quantised, the states are off by 0.1 after layer 0" in caplog.text
+    assert layers.installed == (fault is None), caplog.text
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (fault is not None) and (fault or "") in "".join(warnings)
+
+
+def test_roundings_grow_beyond_what_an_unquantised_target_may_differ(make_tiny_target, compiler, caplog):
+    """Why fp8 has a measure of its own: right layers are as far from each other as fp8 is from float32."""
+    target, layers = Target.load(str(make_tiny_target("qwen3")), dtype="float32"), CompiledLayers(0, 64, roundings)
+    target.self_check(quantising=use_fp8)
+    rows = target._check_rows()
+    with torch.inference_mode():
+        plain = target._states(rows)
+        layers.install(target)
+        compiled = target._states(rows)
+    differ = [relative(torch.cat(a), torch.cat(b)) for a, b in zip(compiled, plain, strict=True)]
+    assert differ[0] < 0.01 and differ[1] > 0.03, "one rounding after a layer; after four as much as fp8's own error"
+
+
+def test_rows_are_packed_by_what_they_give_before_they_are_quantised(make_tiny_target):
+    """gpt-oss cannot be packed; that fp8 moves its states by more than the check allows does not change how it runs."""
+    target = Target.load(str(make_tiny_target("gpt_oss")), dtype="float32")
+    seen = []
+    target.self_check(quantising=lambda target: seen.append((target.mode, use_fp8(target))))
+    assert seen == [("padded", 16)] and target.mode == "padded"
+
+
+def test_quantising_is_in_the_graph_that_norms_and_activations_are_in(make_tiny_target, compiler):
+    """No opaque operator and no graph of its own: the compiler makes it one kernel with what comes before."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    target, layers = Target.load(str(make_tiny_target("qwen3")), dtype="float32"), CompiledLayers(0, 64, keep)
+    target.self_check(quantising=use_fp8, faster=layers)
+    assert layers.installed
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes]
+    for name, count in (("vector_norm", 7), ("rsqrt", 4), ("silu", 1), ("packed_attention", 1)):
+        assert sum(name in one for one in called) == count, name
+
+
+def test_a_gpu_whose_products_are_wrong_is_refused(monkeypatch):
+    """Nothing compares fp8's own states with a bound, so that what they are made of is looked at beforehand."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(fp8.torch, "device", lambda _: types.SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(fp8, "_product_error", lambda _: 0.5)
+    with pytest.raises(ConfigError, match=r"target\.fp8: torch .* on cuda:0: a matmul is off by 0\.5"):
+        fp8.check_fp8("cuda:0")
+
+
+def test_an_error_of_products_is_seen(monkeypatch):
+    assert fp8._product_error("cpu") < fp8.PRODUCT_ERROR / 4
+    monkeypatch.setattr(fp8, "scaled_matmul", lambda x, a, w, b, dtype: scaled_matmul(x, 1.1 * a, w, b, dtype))
+    assert fp8._product_error("cpu") > 4 * fp8.PRODUCT_ERROR
 
 
 def test_the_memory_of_layers_is_halved(make_tiny_target):
@@ -140,13 +305,13 @@ def test_an_fp8_target_on_a_gpu(make_tiny_target, compiled, tmp_path, monkeypatc
     tokens = torch.randint(512, (900,), generator=torch.Generator().manual_seed(1))
     rows = [0, 20, 60, 900]
     states = {}
-    for fp8 in (False, True):
-        run = run_file(folder, fp8=fp8, compile=fp8 and compiled)
+    for eight in (False, True):
+        run = run_file(folder, fp8=eight, compile=eight and compiled)
         source = TargetSource.load(run, target_info(str(folder)), [0, 3], "cuda:0")
-        assert source.mode == "packed" and source.compiled == (fp8 and compiled), caplog.text
+        assert source.mode == "packed" and source.compiled == (eight and compiled), caplog.text
         out = memoryview(bytearray(2 * len(tokens) * 64 * 2))
         assert source.record(tokens.numpy().astype(np.int32), np.array(rows, np.int32), out, lambda: None)
-        states[fp8] = torch.frombuffer(out, dtype=torch.bfloat16).view(2, -1, 64).float()
+        states[eight] = torch.frombuffer(out, dtype=torch.bfloat16).view(2, -1, 64).float()
     assert 0.005 < relative(states[True][0], states[False][0]) < 0.1
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_config
+from paceline.common import paths
 from paceline.common.errors import ConfigError
 from paceline.common.footprint import target_weights
 from paceline.common.target import FrozenHead, Target, load_causal_lm
@@ -149,6 +150,34 @@ def test_the_layers_compile_into_one_graph(make_quantised, scheme, tokens, tmp_p
     target.self_check(faster=layers)
     assert layers.installed and len(graphs) == 1
     torch.testing.assert_close(states_of(target, tokens), states_of_model(model, tokens)[0], rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_compiled_layers_may_round_activations_to_other_values(
+    make_quantised, tokens, tmp_path, monkeypatch, caplog, wrong
+):
+    """One rounding of bfloat16 becomes one of the checkpoint's few values; that is no fault of the compiled layers."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for variable in paths.COMPILE_CACHES:
+        monkeypatch.setenv(variable, str(tmp_path))
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        def run(*args):
+            if wrong:
+                return [0.8 * out for out in graph.forward(*args)]
+            draw = torch.Generator().manual_seed(1)
+            return [out * (1 + 2**-7 * (2 * torch.rand(out.shape, generator=draw) - 1)) for out in graph.forward(*args)]
+
+        return run
+
+    target, layers = Target.load(str(make_quantised("w8a8")[0]), dtype="float32"), CompiledLayers(0, 64, backend)
+    plain = states_of(target, tokens)
+    target.self_check(faster=layers)
+    assert target.can_pack and layers.installed != wrong, caplog.text
+    layers.remove(target)
+    torch.testing.assert_close(states_of(target, tokens), plain, rtol=1e-4, atol=1e-4)
     torch._dynamo.reset()
 
 
