@@ -17,12 +17,10 @@ Everything it makes is in one folder; it is a run like any other and can be look
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +38,9 @@ from . import inspect, paths, timeline
 from .clean import clean_rings
 from .dataset import tokenizer_digest
 from .devices import assign_devices, gpu_count
-from .errors import ConfigError, PacelineError, UsageError
+from .errors import PacelineError, UsageError
 from .forecast import Rates, placed_rate
+from .measuring import Said, run_side
 from .rows import RowsWriter
 from .runfile import RunFile, load, to_toml, toml_value
 from .target_info import CONVERTED
@@ -321,45 +320,22 @@ def write_run(
 
 
 def measure_alone(run_path: Path, run: RunFile, options: Options, console: Console) -> dict[str, float]:
-    """`_alone` of both sides, at once where neither is on the other's device."""
+    """`_alone` of both sides, at once where neither is on the other's device; prints what they warn of."""
     seconds = options.seconds if options.alone_seconds is None else options.alone_seconds
     console.print(f"target alone, trainer alone: {seconds:.0f} s each")
-    sides = ("producer", "consumer")
+    sides, said = ("producer", "consumer"), Said()
     at_once = run.workers.devices[0] != run.trainer.devices[0]
-    with ThreadPoolExecutor(len(sides) if at_once else 1) as pool:
-        return dict(zip(sides, pool.map(lambda side: _alone(side, run_path, run, seconds), sides), strict=True))
+    with said.on_terminal(), ThreadPoolExecutor(len(sides) if at_once else 1) as pool:
+        rates = list(pool.map(lambda side: _alone(side, run_path, run, seconds, said), sides))
+    for warning in said.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    return dict(zip(sides, rates, strict=True))
 
 
-def _alone(side: str, run_path: Path, run: RunFile, seconds: float) -> float:
+def _alone(side: str, run_path: Path, run: RunFile, seconds: float, said: Said) -> float:
     """Tokens/s of one worker (producer) or one rank (consumer), in a process of its own. PacelineError."""
     device = (run.workers if side == "producer" else run.trainer).devices[0]
-    return float(run_side(f"{side}.bench", str(run_path), device, str(seconds))["tokens_per_s"])
-
-
-def error_line(stderr: str) -> str:
-    """The line of a traceback that names the error: what CUDA and dynamo say goes on for lines after it."""
-    lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
-    return (named or lines or [""])[-1]
-
-
-def run_side(module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that `python -m paceline.MODULE ARGUMENTS` prints last; its errors, a user's mistake in one line.
-
-    It compiles into the cache that workers and ranks use, so that a pipeline after it starts warm.
-    """
-    command = [sys.executable, "-m", f"paceline.{module}", *arguments]
-    environment = os.environ | paths.compile_environment()
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if result.returncode or not result.stdout.strip():
-        last = error_line(result.stderr) or f"exit code {result.returncode}"
-        kind, own, text = last.partition("Error: ")
-        if own and kind.startswith("paceline."):
-            raise (ConfigError if kind.endswith(".Config") else PacelineError)(text)
-        log = Path(tempfile.gettempdir()) / f"paceline-{module}.log"
-        log.write_text(result.stderr)
-        raise PacelineError(f"{module} failed: {last} (all it said: {log})")
-    return json.loads(result.stdout.splitlines()[-1])
+    return float(run_side(f"{side}.bench", str(run_path), device, str(seconds), said=said)["tokens_per_s"])
 
 
 # Both together

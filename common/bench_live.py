@@ -35,6 +35,7 @@ from .bench import GpuLog, Options, Result
 from .bench_plan import against_plan, plan_table
 from .devices import assign_devices
 from .errors import PacelineError, UsageError
+from .measuring import error_line
 from .runfile import RunFile, load, to_toml
 from .telemetry import METRICS_FILE, read_metrics
 from .up import Child, paceline_command
@@ -190,7 +191,7 @@ def audit(output: Path) -> dict[str, Any]:
     command = paceline_command("audit", [str(newest), "--json"])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout.strip():
-        raise PacelineError(f"paceline audit failed: {bench.error_line(done.stderr)}")
+        raise PacelineError(f"paceline audit failed: {error_line(done.stderr)}")
     return json.loads(done.stdout)
 
 

@@ -11,7 +11,7 @@ for the ceilings (`paceline.consumer.ceilings`) in the same call, and turns time
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -20,9 +20,10 @@ from typing import Any, Self
 import numpy as np
 from rich.table import Table
 
-from .bench import MASK_TOKEN, RUN_FILE, model_folder, run_side
+from .bench import MASK_TOKEN, RUN_FILE, model_folder
 from .devices import gpu_count
 from .errors import UsageError
+from .measuring import Said, run_side
 from .runfile import load, toml_value
 
 LARGE, SMALL = "qwen3-8b", "smollm2-135m"  # shapes measured unless another is asked for, on a GPU and without
@@ -145,13 +146,26 @@ def write_run(folder: Path, options: Measured, *, token_budget: int, micro_token
     return path
 
 
-def _report(what: str, options: Measured, ceilings: Mapping[str, Any], arms: Mapping[str, Any]) -> dict[str, Any]:
+def _measure(
+    what: str,
+    options: Measured,
+    run: Path,
+    dtype: str,
+    module: str,
+    figures: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, dict[str, Any]]],
+) -> dict[str, Any]:
+    """Ceilings and arms, each in a process of its own, and what they warned of."""
+    said = Said()
+    with said.on_terminal():
+        ceilings = run_side("consumer.ceilings", options.device, dtype, said=said)
+        measured = run_side(module, str(run), options.to_json(), said=said)
     return {
         "bench": what,
         "date": time.strftime("%Y-%m-%d"),
         "options": asdict(options),
-        "ceilings": dict(ceilings),
-        "arms": dict(arms),
+        "ceilings": ceilings,
+        "arms": figures(measured, ceilings),
+        "warnings": said.warnings,
     }
 
 
@@ -169,9 +183,8 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
             micro_tokens=options.micro_tokens,
             anchors=options.anchors_per_token,
         )
-        ceilings = run_side("consumer.ceilings", options.device, load(run, options.settings).trainer.dtype)
-        measured = run_side("consumer.bench_step", str(run), options.to_json())
-    return _report("step", options, ceilings, step_figures(measured, ceilings))
+        dtype = load(run, options.settings).trainer.dtype
+        return _measure("step", options, run, dtype, "consumer.bench_step", step_figures)
 
 
 def step_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -225,6 +238,8 @@ _STEP_ROWS = (
     *_SHARED_ROWS,
 )
 _TARGET_ROWS = (
+    ("rows run", "runs", "{}"),
+    ("  compiled", "compiled", "yes or no"),
     ("Ktok/s", "tokens_per_s", "K"),
     ("  of transformers", "of_transformers", "{:.2f}"),
     ("  of alone", "of_alone", "{:.3f}"),
@@ -234,6 +249,11 @@ _TARGET_ROWS = (
     ("into the ring, GB/s", "gb_per_s", "{:.2f}"),
     *_SHARED_ROWS,
 )
+
+
+def part_shown(report: Mapping[str, Any]) -> list[Table | str]:
+    """The table of step or target, and under it what the processes warned of."""
+    return [part_table(report), *(f"warning: {warning}" for warning in report["warnings"])]
 
 
 def part_table(report: Mapping[str, Any]) -> Table:
@@ -258,6 +278,8 @@ def _cell(arm: Mapping[str, Any], keys: str | Sequence[str], form: str) -> str:
     values: list[Any] = [arm.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
     if None in values:
         return "-"
+    if form == "yes or no":
+        return "yes" if values[0] else "no"
     return f"{values[0] / 1e3:.2f}" if form == "K" else form.format(*values)
 
 
@@ -270,9 +292,8 @@ def bench_target(options: TargetOptions) -> dict[str, Any]:
         raise UsageError(f"--length {options.length}: rows longer than --budget {options.budget}")
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run = write_run(Path(folder), options, token_budget=options.budget, micro_tokens=options.budget, anchors=0.25)
-        ceilings = run_side("consumer.ceilings", options.device, load(run, options.settings).target.dtype)
-        measured = run_side("producer.bench_target", str(run), options.to_json())
-    return _report("target", options, ceilings, target_figures(measured, ceilings))
+        dtype = load(run, options.settings).target.dtype
+        return _measure("target", options, run, dtype, "producer.bench_target", target_figures)
 
 
 def target_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -293,6 +314,7 @@ def target_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> 
             "of_matmul": tflops / ceilings["matmul_tflops"],
             "peak_gib": None if arm["peak_bytes"] is None else arm["peak_bytes"] / GIB,
             "runs": arm["runs"],
+            "compiled": arm["compiled"],
         }
     for name, arm in arms.items():
         if name != "transformers":
@@ -325,10 +347,10 @@ def bench_stream(options: StreamOptions) -> dict[str, Any]:
     if min(options.record_mb, options.rounds, options.gpu_mb) < 1 or options.messages < 10:
         raise UsageError("--record-mb and --rounds: one at least")
     speeds, latencies = measure(options.record_mb << 20, options.rounds, Path(options.ring_dir), options.messages)
-    found = {"between processes": (speeds, "memcpy")}
+    found, said = {"between processes": (speeds, "memcpy")}, Said()
     if options.device.startswith("cuda"):
         size, rounds = str(options.gpu_mb << 20), str(options.rounds)
-        gpu = run_side("consumer.bench_stream", options.device, options.ring_dir, size, rounds)
+        gpu = run_side("consumer.bench_stream", options.device, options.ring_dir, size, rounds, said=said)
         found["ring and GPU"] = (gpu, "page-locked")
     return {
         "bench": "stream",
@@ -336,6 +358,7 @@ def bench_stream(options: StreamOptions) -> dict[str, Any]:
         "options": asdict(options),
         "speeds": {part: stream_figures(ways, ceiling) for part, (ways, ceiling) in found.items()},
         "latency_us": _latencies(latencies),
+        "warnings": said.warnings,
     }
 
 
@@ -380,4 +403,4 @@ def stream_tables(report: Mapping[str, Any]) -> list[Table | str]:
         f"announce + ack: p50 {us['p50']:.0f} us, p99 {us['p99']:.0f} us "
         f"(ZeroMQ alone {us['zeromq_p50']:.0f}, {us['zeromq_p99']:.0f})"
     )
-    return shown
+    return [*shown, *(f"warning: {warning}" for warning in report["warnings"])]

@@ -207,13 +207,13 @@ def _show_part(
     **options: Any,
 ) -> None:
     """Runs a measurement with what was asked for; `small` are the defaults where there is no GPU."""
-    from .bench_parts import default_device, default_target, part_table
+    from .bench_parts import default_device, default_target, part_shown
 
     device = device or default_device()
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     values: dict[str, Any] = defaults | ({} if device.startswith("cuda") else small | {"seconds": 5.0}) | given
     report = run(kind(device=device, target=target or default_target(device), settings=overrides, **values))
-    _print(report, [part_table(report)], as_json)
+    _print(report, part_shown(report), as_json)
     if options["profile"] is not None:
         from rich.console import Console
 
@@ -246,4 +246,4 @@ def _print(report: dict[str, Any], shown: "list[Any]", as_json: bool) -> None:
 
     console = Console(highlight=False)
     for part in shown:
-        console.print(part)
+        console.print(part, markup=False)

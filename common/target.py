@@ -138,8 +138,8 @@ FP8_CAPABILITY = (8, 9)  # first compute capability with fp8 matmuls
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 values [R, K] and float32 scales [R, 1] of a matrix [R, K]; their product is the matrix, rounded.
 
-    Uncompiled each line is one pass over the matrix. Nothing is clamped: the largest value comes out at 448 or one
-    float32 rounding beside it, which is rounded to 448.
+    Three passes over the matrix where it is not compiled. Nothing is clamped: the largest value comes out at 448 or a
+    float32 rounding beside it, which e4m3 rounds to 448.
     """
     largest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).float()
     scale = largest.clamp_min(1e-12) / FP8_LARGEST

@@ -3,7 +3,6 @@
 Two of the run's batches lie in page-locked memory with random states; every step trains on one and updates.
 """
 
-import json
 import math
 import mmap
 import sys
@@ -16,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from ..common.batch import BatchId, Kind
 from ..common.dataset import prepared_rows
+from ..common.measuring import doing, measured
 from ..common.plan import plan_from
 from ..common.record import FP8, RecordMeta
 from ..common.runfile import RunFile, load
@@ -26,6 +26,7 @@ from .transfer import register_host, unregister_host, view_scales
 
 RECORDS = 2
 WARM = 4
+TILE = 2**22  # random values of a record's states
 
 
 def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
@@ -33,9 +34,11 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     run = load(run_path)
     info = target_info(run.target.path, run.target.trust_remote_code)
     layers = resolve_layer_ids(run, info)
+    doing("trainer alone: loading")
     learner = build_learner(run, info, layers, device=device)
     records = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
     buffers = [random_states(meta, on_gpu=device.startswith("cuda")) for meta in records]
+    doing("trainer alone: first steps, compiling" if device.startswith("cuda") else "trainer alone: first steps")
     done, tokens, begun = 0, 0, time.perf_counter()
     graphs = math.inf  # until all has been compiled once
     ahead = Ahead(learner)
@@ -47,6 +50,7 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
         done, tokens = done + 1, tokens + len(meta.tokens)
         late = counters["stats"]["unique_graphs"] > graphs and done <= 2 * WARM  # what is compiled late is no step
         if done == WARM or late:
+            doing("trainer alone")
             graphs, tokens, begun = counters["stats"]["unique_graphs"], 0, time.perf_counter()
     rate = tokens / (time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
@@ -87,10 +91,15 @@ def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> Rec
 
 
 def random_states(meta: RecordMeta, *, on_gpu: bool) -> mmap.mmap:
-    """Random states [planes, T, H], scaled by 1 if float8, in memory that the GPU can copy from directly."""
+    """Random states [planes, T, H], scaled by 1 if float8, in memory that the GPU can copy from directly.
+
+    They repeat after TILE values: a record of a large target would take seconds to draw.
+    """
     buffer = mmap.mmap(-1, meta.states_bytes)
     view = torch.frombuffer(buffer, dtype=as_dtype(meta.dtype), count=math.prod(meta.states_shape))
-    view.copy_(torch.randn(len(view), generator=torch.Generator().manual_seed(0)))
+    tile = torch.randn(min(TILE, len(view)), generator=torch.Generator().manual_seed(0)).to(view.dtype)
+    for part in view.split(TILE):
+        part.copy_(tile[: len(part)])
     if meta.dtype == FP8:
         with memoryview(buffer) as states:
             view_scales(states, meta.states_shape).fill_(1.0)
@@ -106,4 +115,4 @@ def forget_states(buffer: mmap.mmap, *, on_gpu: bool) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], float(sys.argv[3]))))
+    measured(lambda: measure(sys.argv[1], sys.argv[2], float(sys.argv[3])))

@@ -13,7 +13,6 @@ What users of other trainers run is measured by padded.py: the packed arm's rows
 """
 
 import gc
-import json
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from ..common.bench_parts import PADDED, PADDED_LENGTH, PLAIN, StepOptions, chat
 from ..common.errors import PacelineError
 from ..common.flops import step_flops
 from ..common.footprint import Shape
+from ..common.measuring import doing, measured
 from ..common.record import RecordMeta
 from ..common.runfile import RunFile, load
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
@@ -92,6 +92,7 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     layers = resolve_layer_ids(run, info)
     device = torch.device(options.device)
     meta = describe(run, arm, layers, info)
+    doing(f"{name}: building the drafter")
     learner = build_learner(run, info, layers, device=device, kind=arm.learner)
     buffer = random_states(meta, on_gpu=device.type == "cuda")
     if device.type == "cuda":
@@ -166,8 +167,10 @@ def _time(
             raise PacelineError("the benchmark's step is not finite: its times would say nothing")
         return trained - start, time.perf_counter() - trained
 
+    doing(f"{name}: first steps, compiling" if device.type == "cuda" else f"{name}: first steps")
     for i in range(WARM[device.type]):
         once(i)
+    doing(name)
     times: list[tuple[float, float]] = []
     begun = time.perf_counter()
     while not options.enough(len(times), time.perf_counter() - begun):
@@ -208,4 +211,4 @@ def _anchors(run: RunFile, masks: list[NDArray[np.uint8]], ids: Any, epoch: int)
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], StepOptions.from_json(sys.argv[2]))))
+    measured(lambda: measure(sys.argv[1], StepOptions.from_json(sys.argv[2])))

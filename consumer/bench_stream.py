@@ -5,7 +5,6 @@ as the bus goes. "both" is a copy each way at once on two streams, the bytes of 
 round. Started by common/bench_parts.py.
 """
 
-import json
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..common.fingerprint import Fingerprint
+from ..common.measuring import measured
 from ..common.ring import Ring
 from .transfer import register_host, unregister_host
 
@@ -76,4 +76,4 @@ def _seconds(pairs: list[tuple[Tensor, Tensor]], streams: list[torch.cuda.Stream
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
+    measured(lambda: measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

@@ -3,16 +3,15 @@
 The rates that the benchmarks' shares are shares of, measured in a process of its own at the start of each call.
 """
 
-import json
 import platform
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
-from ..common.target import compute_dtype
+from ..common.measuring import doing, measured
 
 SIZE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices
 PRODUCTS = {"cpu": 4, "cuda": 20}  # one after another in a round
@@ -21,15 +20,25 @@ ROUNDS = 5
 
 def measure(device: str, dtype: str) -> dict[str, str | float]:
     """matmul_tflops of square matrices in the dtype that is computed in; names of device and versions beside it."""
-    where, kind = torch.device(device), compute_dtype(dtype, device)
+    doing("matmul rate")
+    where, kind = torch.device(device), computed_in(dtype, device)
     return {
         "matmul_tflops": matmul_tflops(where, kind),
         "matmul_size": SIZE[where.type],
         "dtype": str(kind).removeprefix("torch."),
         "device": device_name(where),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }
+
+
+def computed_in(dtype: str, device: str) -> torch.dtype:
+    """`compute_dtype`, whose module is imported only where it decides: it loads transformers, which takes seconds."""
+    if torch.device(device).type != "cpu":
+        return getattr(torch, dtype)
+    from ..common.target import compute_dtype
+
+    return compute_dtype(dtype, device)
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
@@ -66,4 +75,4 @@ def device_name(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], sys.argv[2])))
+    measured(lambda: measure(sys.argv[1], sys.argv[2]))

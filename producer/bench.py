@@ -3,7 +3,6 @@
 The worker's own source of states writes the run's batches into one page-locked buffer; no ring, no feed.
 """
 
-import json
 import mmap
 import sys
 import time
@@ -13,6 +12,7 @@ import torch
 
 from ..common.batch import BatchId, Kind
 from ..common.dataset import prepared_rows
+from ..common.measuring import doing, measured
 from ..common.plan import plan_from
 from ..common.record import states_bytes
 from ..common.runfile import load
@@ -30,7 +30,9 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     layers = resolve_layer_ids(run, info)
     rows = prepared_rows(run)
     plan = plan_from(run, rows)
+    doing("target alone: loading, checking and compiling")
     source = TargetSource.load(run, info, layers, device)
+    doing("target alone")
     planes = len(layers) + run.target.last_hidden
     size = states_bytes(planes, run.stream.token_budget, info.hidden_size, run.record_dtype)
     with mmap.mmap(-1, size) as buffer:
@@ -60,4 +62,4 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], float(sys.argv[3]))))
+    measured(lambda: measure(sys.argv[1], sys.argv[2], float(sys.argv[3])))

@@ -2,14 +2,15 @@
 
     transformers       all layers of the decoder, one padded batch of full rows, its own attention, output hooks
     full, chat         the worker's target: layers up to the last recorded one, packed rows, states dropped
-    ..., eager         the same without torch.compile, where the run's target is compiled
+    ..., eager         the same without torch.compile, where the target runs compiled
     ..., ring          the same rows as records in a ring that is drained at once, as a worker makes them
 
-common/bench_parts.py calls it. Every repetition waits for the device, as a worker does at the end of a record.
+All run the same weights, loaded once: first all layers as they come, then what a worker makes of them, and at last that
+without its compilation. common/bench_parts.py calls it. Every repetition waits for the device, as a worker does at the
+end of a record.
 """
 
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -23,13 +24,15 @@ import torch
 from ..common.bench_parts import TargetOptions, chat_lengths
 from ..common.fingerprint import Fingerprint
 from ..common.flops import forward_flops
+from ..common.measuring import doing, measured
 from ..common.record import RecordMeta, max_rows, record_bytes, slot_bytes, write_meta
 from ..common.ring import Ring, RingReader
 from ..common.runfile import RunFile, load
 from ..common.target import Target
-from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
+from ..common.target_info import TargetInfo, deepest_layer, resolve_layer_ids, target_info
 from ..common.timeline import profiled
-from .capture import TargetSource
+from .capture import TargetSource, prepare
+from .shards import load_target
 from .summing import Summing
 
 WARM = 3  # repetitions that do not count
@@ -49,30 +52,39 @@ class Rows(NamedTuple):
 
 
 def measure(run_path: str, options: TargetOptions) -> dict[str, Any]:
-    """By the arm's name: seconds of each repetition, tokens and model FLOPs of one, peak memory, how rows ran."""
+    """By the arm's name: seconds of each repetition, tokens and model FLOPs of one, peak memory, how rows ran and
+    whether compiled."""
     run = load(run_path, options.settings)
     info = target_info(run.target.path, run.target.trust_remote_code)
     layers = resolve_layer_ids(run, info)
     rows = {kind: make_rows(kind, options, info) for kind in ("full", *options.kinds)}
-    found = {"transformers": _transformers(run, info, layers, rows["full"], options)}
-    _free()
-    if _compiles(run, options):
-        eager = TargetSource.load(
-            load(run_path, [*options.settings, "target.compile=false"]), info, layers, options.device
-        )
-        for kind in options.kinds:
-            found[f"{kind}, eager"] = _alone(eager, layers, rows[kind], f"{kind}-eager", options)
-        del eager
+    prepare(run, options.device)
+    doing("loading the target")
+    target = load_target(run, info.path, None, options.device, 1)
+    plain = _transformers(target, layers, rows["full"], options)
+    doing("checking the target, compiling" if _compiles(run, options) else "checking the target")
+    if run.workers.gpus_per_worker > 1:
+        del target
         _free()
-    source = TargetSource.load(run, info, layers, options.device)
+        source = TargetSource.load(run, info, layers, options.device)
+    else:
+        target.drop_after(deepest_layer(run, info, layers))
+        _free()
+        source = TargetSource.over(run, target, layers)
+    ran, eager = {}, {}
     for kind in options.kinds:
-        found[kind] = _alone(source, layers, rows[kind], kind, options)
-        found[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], f"{kind}-ring", options)
-    return found
+        ran[kind] = _alone(source, layers, rows[kind], kind, options)
+        ran[f"{kind}, ring"] = _streaming(source, run, layers, rows[kind], f"{kind}-ring", options)
+    if source.compiled:
+        ran = {name: arm | {"compiled": True} for name, arm in ran.items()}
+        source.uncompile()
+        for kind in options.kinds:
+            eager[f"{kind}, eager"] = _alone(source, layers, rows[kind], f"{kind}-eager", options)
+    return {"transformers": plain, **eager, **ran}
 
 
 def _free() -> None:
-    """One target's memory is for the next."""
+    """One arm's memory is for the next."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -91,19 +103,13 @@ def make_rows(kind: str, options: TargetOptions, info: TargetInfo) -> Rows:
     return Rows(tokens, np.cumsum([0, *lengths]).astype(np.int32))
 
 
-def _transformers(
-    run: RunFile, info: TargetInfo, layers: Sequence[int], rows: Rows, options: TargetOptions
-) -> dict[str, Any]:
+def _transformers(target: Target, layers: Sequence[int], rows: Rows, options: TargetOptions) -> dict[str, Any]:
     """transformers' own forward of the whole decoder, its recorded layers' outputs taken by hooks."""
-    target = Target.load(
-        info.path,
-        dtype=run.target.dtype,
-        device=options.device,
-        trust_remote_code=run.target.trust_remote_code,
-    )
     taken: list[Any] = []
-    for layer in layers:
+    hooks = [
         target.layers[layer].register_forward_hook(lambda _module, _inputs, output: taken.append(output))
+        for layer in layers
+    ]
     ids = torch.from_numpy(rows.tokens).long().view(len(rows.lengths), -1).to(target.device)
 
     @torch.inference_mode()
@@ -111,7 +117,10 @@ def _transformers(
         target.decoder(input_ids=ids, use_cache=False)
         taken.clear()
 
-    return _arm(target, rows, str(target.decoder.config._attn_implementation), forward, "transformers", options)
+    found = _arm(target, rows, str(target.decoder.config._attn_implementation), forward, "transformers", options)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def _alone(
@@ -197,6 +206,7 @@ def _arm(
             torch.cuda.synchronize(target.device)
         return time.perf_counter() - start
 
+    doing(name)
     for _ in range(WARM if cuda else 1):
         timed()
     if cuda:
@@ -216,6 +226,7 @@ def _arm(
         "flops": count_flops(target, rows.lengths),
         "peak_bytes": peak,
         "runs": runs,
+        "compiled": False,
     }
 
 
@@ -231,4 +242,4 @@ def count_flops(target: Target, lengths: Sequence[int]) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], TargetOptions.from_json(sys.argv[2]))))
+    measured(lambda: measure(sys.argv[1], TargetOptions.from_json(sys.argv[2])))

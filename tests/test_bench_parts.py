@@ -1,23 +1,21 @@
 """`paceline bench step|target|stream`: what is counted, what is computed from it, and each for real on a CPU."""
 
 import json
-import os
 
 import numpy as np
 import pytest
 from paceline.common import bench_parts, paths
-from paceline.common.bench import error_line, run_side
 from paceline.common.bench_parts import (
     PADDED,
     PLAIN,
     StepOptions,
+    TargetOptions,
     chat_lengths,
     step_figures,
     stream_figures,
     target_figures,
 )
 from paceline.common.cli import main
-from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.flops import forward_flops, step_flops
 from paceline.common.footprint import Shape
 
@@ -72,7 +70,11 @@ def test_packed_to_padded_compares_blocks_of_use():
 
 def test_each_streaming_arm_is_compared_with_the_same_rows_alone():
     def arm(seconds, **values):
-        return {"batch_s": [seconds], "tokens": 10, "flops": 1e12, "peak_bytes": None, "runs": "packed"} | values
+        return (
+            {"batch_s": [seconds], "tokens": 10, "flops": 1e12, "peak_bytes": None}
+            | {"runs": "packed", "compiled": False}
+            | values
+        )
 
     ring = {"checksum_s": [0.1], "record_bytes": 8e9}
     measured = {"transformers": arm(4), "full": arm(2), "full, ring": arm(2.5, **ring), "chat": arm(1)}
@@ -101,24 +103,9 @@ def test_anchors_have_to_fit_into_a_row(capsys):
 
 
 def test_a_wrong_setting_is_said_before_anything_runs(capsys, monkeypatch):
-    monkeypatch.setattr(bench_parts, "run_side", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(bench_parts, "run_side", lambda *_, **__: pytest.fail("a process was started"))
     assert main(["bench", "target", "--device", "cpu", "--set", "target.dtyp=float32"]) == 78
     assert "target.dtyp" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "code"),
-    [("ConfigError", ConfigError, 78), ("PacelineError", PacelineError, 1)],
-)
-def test_an_error_of_a_measuring_process_is_one_line(name, kind, code, tmp_path, monkeypatch):
-    """Its kind, and so the exit code, stays what it was."""
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\necho Traceback >&2\necho 'paceline.common.errors.{name}: too few: 4' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(script))
-    with pytest.raises(kind, match=r"^too few: 4$") as error:
-        bench_parts.run_side("consumer.bench_step")
-    assert error.value.exit_code == code
 
 
 def test_arms_of_a_step(tmp_path, make_tiny_target):
@@ -149,6 +136,97 @@ def test_arms_of_a_step(tmp_path, make_tiny_target):
     plain, plain_done = found[PLAIN]
     assert plain.lengths == packed.lengths and plain_done == packed_done and plain.learner is not packed.learner
     assert padded_done["blocks"] >= padded.blocks and padded_done["flops"] > packed_done["flops"]
+
+
+def test_what_was_warned_of_stands_under_the_table(capsys, monkeypatch):
+    """A figure means something else when what was asked for did not happen."""
+    ceilings = {"device": "a CPU", "dtype": "float32", "matmul_size": 8, "matmul_tflops": 1.0}
+
+    def run_side(module, *_, said):
+        said.line("@warning the target runs [un]compiled: why\n")
+        return ceilings if module == "consumer.ceilings" else {"full": _arm(context_tokens=1)}
+
+    monkeypatch.setattr(bench_parts, "run_side", run_side)
+    assert main(["bench", "step", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "smollm2-135m on a CPU" in lines[0] and lines[-1] == "warning: the target runs [un]compiled: why"
+    assert main(["bench", "step", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == ["the target runs [un]compiled: why"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_states_to_train_on_are_random_all_over(dtype, monkeypatch):
+    from paceline.common.record import RecordMeta
+    from paceline.consumer import bench
+    from paceline.consumer.check import check_states
+
+    monkeypatch.setattr(bench, "TILE", 1000)
+    rows = {"row_ids": np.arange(2), "cu_seqlens": np.array([0, 20, 50], np.int32)}
+    tokens = {"tokens": np.zeros(50, np.int32), "mask": np.ones(50, np.uint8), "layer_ids": (1, 3)}
+    meta = RecordMeta(1, **rows, **tokens, dtype=dtype, hidden_size=48, last_hidden="none", fingerprint=0)
+    buffer = bench.random_states(meta, on_gpu=False)
+    with memoryview(buffer) as states:
+        check_states(states, meta)
+        values = np.frombuffer(states, np.uint8, count=2 * 50 * 48 * (4 if dtype == "float32" else 1)).copy()
+    assert len(np.unique(values.reshape(100, -1), axis=0)) == 100, "no token is like another"
+
+
+def test_ceilings_compute_in_the_dtype_that_is_measured():
+    import torch
+    from paceline.common.target import compute_dtype
+    from paceline.consumer.ceilings import computed_in
+
+    for dtype in ("bfloat16", "float16", "float32"):
+        assert computed_in(dtype, "cpu") == compute_dtype(dtype, "cpu")
+        assert computed_in(dtype, "cuda:0") == compute_dtype(dtype, "cuda:0") == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_target_is_loaded_once_for_all_arms(tmp_path, make_tiny_target, monkeypatch, compiles):
+    """Eager arms are there where there is something to compare them with, and say how they ran."""
+    import torch
+    from paceline.common.target import Target
+    from paceline.producer import bench_target, capture
+    from paceline.producer.compiled import CompiledLayers
+
+    def backend(graph, inputs):
+        return graph.forward if compiles else lambda *args: [2 * out for out in graph.forward(*args)]
+
+    loads, load = [], Target.load
+    monkeypatch.setattr(Target, "load", lambda *args, **options: (loads.append(options), load(*args, **options))[1])
+    monkeypatch.setattr(
+        capture, "CompiledLayers", lambda tokens, max_length: CompiledLayers(tokens, max_length, backend)
+    )
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for variable in paths.COMPILE_CACHES:
+        monkeypatch.setenv(variable, str(tmp_path))
+    torch._dynamo.reset()
+    settings = (f"stream.ring_dir={tmp_path / 'rings'}", "target.compile=true")
+    target = str(make_tiny_target("qwen3"))
+    options = TargetOptions("cpu", target, steps=1, settings=settings, layers=1, length=32, kinds=("full",), budget=64)
+    run = bench_parts.write_run(tmp_path, options, token_budget=64, micro_tokens=64, anchors=0.25)
+    found = bench_target.measure(str(run), options)
+    torch._dynamo.reset()
+    assert len(loads) == 1
+    ran = {name: (arm["runs"], arm["compiled"]) for name, arm in found.items()}
+    if compiles:
+        wanted = {"full, eager": ("packed", False), "full": ("packed", True), "full, ring": ("packed", True)}
+    else:
+        wanted = {"full": ("packed", False), "full, ring": ("packed", False)}
+    assert list(ran.items()) == list(({"transformers": ("sdpa", False)} | wanted).items())
+    assert found["full"]["flops"] == 0.75 * found["transformers"]["flops"], "layer 2 of 4 is the last"
+
+
+@pytest.mark.slow
+def test_a_target_that_was_not_compiled_is_told_of(make_tiny_target, capsys, tmp_path):
+    command = "bench target --device cpu --steps 1 --rows-kind full --length 64 --budget 64 --layers 1"
+    settings = [f"stream.ring_dir={tmp_path / 'rings'}", "target.compile=true"]
+    target = str(make_tiny_target("gpt_oss"))
+    sets = [option for setting in settings for option in ("--set", setting)]
+    assert main([*command.split(), "--target-config", target, *sets]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("rows run" in line and "padded" in line for line in lines)
+    assert any(line.startswith("warning: the target is not compiled, as its rows run padded") for line in lines)
 
 
 @pytest.mark.slow
@@ -209,31 +287,3 @@ def test_shapes_load_and_have_as_many_weights_as_their_names_say(name, tmp_path)
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=2e-3)
     parts, info = find_parts(model), target_info(str(folder))
     assert (info.num_layers, info.hidden_size) == (len(parts.layers), parts.embedding.weight.shape[1])
-
-
-def test_the_line_of_a_traceback_that_names_the_error():
-    """CUDA's and dynamo's errors go on after it, and the last line is advice for torch's developers."""
-    text = (
-        "Traceback (most recent call last):\n"
-        '  File "x.py", line 3, in <module>\n'
-        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
-        "CUDA kernel errors might be asynchronously reported at some other API call.\n\n"
-        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
-    )
-    assert error_line(text) == "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
-    assert error_line("killed\n") == "killed" and error_line("") == ""
-
-
-def test_what_is_measured_compiles_where_runs_look(tmp_path, monkeypatch):
-    """Else each side of a pipeline would be compiled a second time, minutes into the measurement."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    for variable in paths.COMPILE_CACHES:
-        monkeypatch.setenv(variable, "")  # as good as none, and taken back afterwards
-    script = tmp_path / "python"
-    script.write_text('#!/bin/sh\necho "{\\"inductor\\": \\"$TORCHINDUCTOR_CACHE_DIR\\"}"\n')
-    script.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(script))
-    found = run_side("consumer.bench")
-    assert not os.environ["TORCHINDUCTOR_CACHE_DIR"]  # only for the child
-    paths.share_compile_caches()
-    assert found == {"inductor": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
