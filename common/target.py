@@ -203,7 +203,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     bounds = current()
     bounds.windows.add(window)
     if (output := _varlen(query, key, value, bounds, scaling, window)) is not None:
-        return output
+        return output.contiguous()  # the kernel lays it out as the query, compiled layers count on `_attended`
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for start, end in pairwise(bounds.cu_seqlens):
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paceline.common.boundaries import Boundaries, boundaries
 from paceline.common.errors import ConfigError
 from paceline.common.gguf import converted
 from paceline.common.record import RecordMeta, read_meta, record_bytes, write_meta
@@ -471,6 +472,19 @@ def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, monke
     monkeypatch.setattr("paceline.common.target._varlen_kernel", lambda: None)
     plain = states_of(target, tokens, cu_seqlens, LAYER_IDS)
     assert float((fast - plain).norm() / plain.norm()) < 0.02
+
+
+def test_attention_comes_out_as_compiled_layers_count_on(monkeypatch):
+    """torch's kernel lays its result out as the query, which after a partial rotary embedding lies head by head."""
+    monkeypatch.setattr("paceline.common.target._varlen", lambda query, *_: query.clone().transpose(1, 2))
+    token = boundaries.set(Boundaries([0, 40, 63], torch.device("cpu")))
+    query = torch.randn(1, 4, 63, 16)  # [1, Hq, T, D]
+    try:
+        found = torch.ops.paceline.packed_attention(query, query, query, None, None)
+    finally:
+        boundaries.reset(token)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, query.transpose(1, 2))
 
 
 @pytest.mark.slow
