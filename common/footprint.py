@@ -95,7 +95,7 @@ def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") 
     """What one rank's device holds at its peak, with micro-batches of `tokens` context tokens."""
     item = ITEM_BYTES[run.trainer.dtype]
     slots, scored = slots_of(run, tokens), slots_of(run, tokens) * (shape.block - 1) // shape.block
-    heads = shape.vocabulary * shape.hidden * item * (1 if shape.tied else 2)
+    heads = shape.vocabulary * shape.hidden * (item * (1 if shape.tied else 2) + run.trainer.fp8)
     moments = 1 if run.optimizer.name == "muon" else 2
     landing = 2 * (shape.planes + run.target.last_hidden) * -(-tokens // LANDING_TOKENS) * LANDING_TOKENS * shape.hidden
     chunk_rows = min(scored, HEAD_CHUNK[device] // (4 * shape.vocabulary))

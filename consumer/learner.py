@@ -39,9 +39,10 @@ from .drafter import (
     check_mask_token,
     pad_token_id,
 )
-from .linears import DraftMLP, check_fp8, use_fp8
+from .linears import ALIGNED, DraftMLP, check_fp8, use_fp8
 from .losses import (
     SCALARS,
+    Quantised,
     Scored,
     Summary,
     accepted,
@@ -50,6 +51,7 @@ from .losses import (
     chunk_rows,
     head_cross_entropy,
     head_hits,
+    quantised_head,
     sums_size,
 )
 from .objective import (
@@ -216,9 +218,12 @@ class DFlashLearner:
         self._objective = Objective.of(run.objective)
         self.weights = MasterWeights(self.drafter, dtype=dtype, device=self.device)
         self._join()
+        self._eight: Quantised | None = None  # the head for logits in fp8
         if run.trainer.fp8:
             check_fp8(self.device)
             use_fp8(self.drafter)
+            if all(size % ALIGNED == 0 for size in self._head.shape):
+                self._eight = quantised_head(self._head)
         self._optimizer = build_optimizer(self.weights, run.optimizer)
         self._reader = StateReader(self.device, dtype)
         if self.device.type == "cuda":
@@ -393,8 +398,11 @@ class DFlashLearner:
 
     def _through_head(self, ready: _Ready, hidden: Tensor, last: Tensor | None) -> Scored:
         blocks, inputs = ready.blocks, ready.inputs
+        eight = self._eight if torch.is_grad_enabled() else None  # evaluated is what will be served
         if self._objective.plain:
-            return head_cross_entropy(hidden, self._head, inputs.labels, inputs.weights, chunk_bytes=self._chunk)
+            return head_cross_entropy(
+                hidden, self._head, inputs.labels, inputs.weights, eight=eight, chunk_bytes=self._chunk
+            )
         size = self.config.block_size
         # A run of whole blocks is a little shorter than what is allowed: so that there is not one more than needed.
         most = min(chunk_rows(len(hidden), self._head, self._chunk) + size, self._chunk // (4 * len(self._head)))
@@ -402,7 +410,7 @@ class DFlashLearner:
         slots = Slots(inputs.labels, inputs.weights, inputs.cells, blocks.count, size, runs)
         target = None if last is None else last.index_select(0, inputs.label_at - 1)
         backend = fused_backend() if self.device.type == "cuda" else PLAIN
-        return score_through_head(hidden, self._head, slots, self._objective, target, backend)
+        return score_through_head(hidden, self._head, slots, self._objective, target, backend, eight=eight)
 
     def _chain(self, rows: _Rows, context: Sequence[ContextKV]) -> None:
         def accept(anchors: list[Positions]) -> NDArray[np.int64]:

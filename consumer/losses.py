@@ -19,7 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..common.target import quantise, scaled_matmul
+
 TILE = 128, 256  # of a large matrix product
+
+Quantised = tuple[Tensor, Tensor]
+"""e4m3 values [R, K] of a matrix and float32 scales [R, 1]."""
 
 
 class Scored(NamedTuple):
@@ -32,17 +37,37 @@ class Scored(NamedTuple):
 
 
 def head_cross_entropy(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor, *, chunk_bytes: int = 2**26
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    eight: Quantised | None = None,
+    chunk_bytes: int = 2**26,
 ) -> Scored:
     """Weighted cross-entropy sum of slots through a frozen head.
 
-    hidden [n, H]; head_weight [V, H] in the same dtype; labels [n] int64; weights [n]. Logits come out of the product
-    in that dtype; softmax and loss are float32 (float64 for float64). chunk_bytes bounds one chunk's
-    float32 logits; the peak is about twice that. n may be 0.
+    hidden [n, H]; head_weight [V, H] in the same dtype; labels [n] int64; weights [n]; eight: see `head_logits`. Logits
+    come out of the product in that dtype; softmax and loss are float32 (float64 for float64). chunk_bytes bounds one
+    chunk's float32 logits; the peak is about twice that. n may be 0.
     """
     chunk = chunk_rows(len(labels), head_weight, chunk_bytes)
-    loss, losses, hits = _HeadCrossEntropy.apply(hidden, head_weight, labels, weights, chunk)
+    loss, losses, hits = _HeadCrossEntropy.apply(hidden, head_weight, labels, weights, eight, chunk)
     return Scored(loss, losses, hits, weights)
+
+
+def quantised_head(head_weight: Tensor) -> Quantised:
+    """A head [V, H] for `head_logits`; in pieces, as its float32 copy would be the largest tensor of all."""
+    values, scales = zip(*(quantise(part) for part in head_weight.split(2**13)), strict=True)
+    return torch.cat(values), torch.cat(scales)
+
+
+def head_logits(hidden: Tensor, head_weight: Tensor, eight: Quantised | None = None) -> Tensor:
+    """[n, V] of hidden [n, H] through a head [V, H]. eight: the same head quantised, for a product in fp8; the slope
+    goes back through the head itself, as the small ones of unlikely tokens are below what e4m3 holds."""
+    if eight is None:
+        return hidden @ head_weight.T
+    return scaled_matmul(*quantise(hidden), *eight, hidden.dtype)
 
 
 def chunk_rows(rows: int, head_weight: Tensor, chunk_bytes: int) -> int:
@@ -97,7 +122,13 @@ def fused_cross_entropy() -> Callable[[Tensor, Tensor, Tensor | None], tuple[Ten
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        eight: Quantised | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = hidden.new_empty(len(labels), dtype=wide)
@@ -105,7 +136,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            logits = hidden[part] @ head_weight.T
+            logits = head_logits(hidden[part], head_weight, eight)
             if hidden.is_cuda:  # in place: the logits become weights·(softmax - onehot)
                 by = None if gradient is None else weights[part]
                 losses[part], hits[part] = fused_cross_entropy()(logits, labels[part], by)
@@ -120,9 +151,9 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return (losses * weights).sum(), losses, hits
 
     @staticmethod
-    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * outer[0].to(gradient.dtype), None, None, None, None
+        return gradient * outer[0].to(gradient.dtype), None, None, None, None, None
 
 
 def head_hits(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, chunk_bytes: int = 2**26) -> Tensor:

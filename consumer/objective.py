@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..common.runfile import TARGET_TERMS, ObjectiveSettings
-from .losses import Scored
+from .losses import Quantised, Scored, head_logits
 
 HYBRID_RATE = 3.0  # of the blend's exponent
 LEAST_OVERLAP = 1e-6  # below it -log α is as good as flat: its slope would only be rounding
@@ -229,16 +229,24 @@ class Slots(NamedTuple):
 
 
 def score_through_head(
-    hidden: Tensor, head: Tensor, slots: Slots, objective: Objective, target: Tensor | None, backend: Backend = PLAIN
+    hidden: Tensor,
+    head: Tensor,
+    slots: Slots,
+    objective: Objective,
+    target: Tensor | None,
+    backend: Backend = PLAIN,
+    *,
+    eight: Quantised | None = None,
 ) -> Scored:
     """L's numerator of slots through a frozen head, a run of whole blocks at a time; no logits outlive their run.
 
     hidden [n, H], head [V, H], target: the target's normalised last hidden states [n, H] one row before each label, or
-    None if `objective` has no term that needs them. Only dh = dz·head is kept, since the head is frozen.
+    None if `objective` has no term that needs them; eight: for the drafter's logits, see `head_logits`. Only
+    dh = dz·head is kept, since the head is frozen.
     """
     if target is None and objective.needs_target:
         raise ValueError("the objective needs the target's last hidden states")
-    loss, ce, right, weights = _ThroughHead.apply(hidden, head, slots, objective, target, backend)
+    loss, ce, right, weights = _ThroughHead.apply(hidden, head, slots, objective, target, backend, eight)
     return Scored(loss, ce, right, weights)
 
 
@@ -252,15 +260,16 @@ class _ThroughHead(torch.autograd.Function):
         objective: Objective,
         target: Tensor | None,
         backend: Backend,
+        eight: Quantised | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss, ce, weights = (hidden.new_empty(len(slots.labels), dtype=wide) for _ in range(3))
         right = torch.empty_like(slots.labels, dtype=torch.bool)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for run in slots.runs:
-            logits, own = hidden[run] @ head.T, None
+            logits, own = head_logits(hidden[run], head, eight), None
             if target is not None:
-                own = target[run] @ head.T
+                own = head_logits(target[run], head)
             stats = backend.stats(logits, slots.labels[run], own)
             scores = score(objective, stats, slots.weights[run], slots.cells[run], slots.blocks, slots.size)
             ce[run], right[run], weights[run], loss[run] = stats.ce, stats.right, scores.weights, scores.loss
@@ -272,9 +281,9 @@ class _ThroughHead(torch.autograd.Function):
         return loss.sum(), ce, right, weights
 
     @staticmethod
-    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, None, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * outer[0].to(gradient.dtype), None, None, None, None, None
+        return gradient * outer[0].to(gradient.dtype), None, None, None, None, None, None
 
 
 # Noise on the features -----------------------------------------------------------------------------------------------

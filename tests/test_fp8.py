@@ -5,14 +5,16 @@ import types
 import numpy as np
 import pytest
 import torch
-from drafting import CONFIG, make_drafter
+from drafting import CONFIG, make_drafter, make_head, make_rows, make_run
 from paceline.common import paths
 from paceline.common.errors import ConfigError
-from paceline.common.footprint import layer_weights, target_weights, worker_parts
+from paceline.common.footprint import Shape, layer_weights, rank_parts, target_weights, worker_parts
 from paceline.common.runfile import RunFile
 from paceline.common.target import Target, plain_scaled_matmul, quantise, scaled_matmul
 from paceline.common.target_info import target_info
-from paceline.consumer import linears
+from paceline.consumer import linears, losses
+from paceline.consumer.learner import DFlashLearner
+from paceline.consumer.objective import Objective, Slots, score_through_head
 from paceline.producer import fp8
 from paceline.producer.capture import TargetSource
 from paceline.producer.compiled import CompiledLayers
@@ -343,6 +345,69 @@ def test_layers_of_a_drafter_that_run_in_fp8():
     assert sizes
     for name, aligned in sizes.items():
         assert drafter.get_submodule(name).fp8 == aligned, name
+
+
+@pytest.mark.parametrize("form", ["plain", "general"])
+def test_the_heads_logits_in_fp8_and_the_way_back_in_full(form):
+    """As cross-entropy of the quantised values, whose slope goes back through the head itself."""
+    head, labels = draw(96, 64), torch.arange(40) % 96
+    hidden, weights = draw(40, 64, seed=1).requires_grad_(), torch.rand(40, generator=torch.Generator().manual_seed(2))
+    eight = losses.quantised_head(head)
+    if form == "plain":
+        found = losses.head_cross_entropy(hidden, head, labels, weights, eight=eight, chunk_bytes=7 * 4 * 96)
+    else:
+        runs = [slice(0, 20), slice(20, 40)]
+        slots = Slots(labels, weights, torch.arange(40) + 1, 1, 41, runs)
+        found = score_through_head(hidden, head, slots, Objective(confidence=1e-9), None, eight=eight)
+    found.loss.backward()
+    values, scale = quantise(hidden.detach())
+    logits = (values.double() * scale) @ (eight[0].double() * eight[1]).T
+    ce = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(found.ce, ce.float(), rtol=1e-5, atol=1e-5)
+    assert (
+        0.001
+        < relative(found.ce, torch.nn.functional.cross_entropy(hidden.detach() @ head.T, labels, reduction="none"))
+        < 0.1
+    )
+    slopes = (logits.softmax(-1) - torch.nn.functional.one_hot(labels, 96)) * weights[:, None]
+    torch.testing.assert_close(hidden.grad, (slopes @ head.double()).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_head_is_quantised_in_pieces_as_a_whole(monkeypatch):
+    head = draw(2**13 + 70, 16)
+    monkeypatch.setattr(losses, "quantise", lambda x: (pieces.append(len(x)), quantise(x))[1])
+    pieces = []
+    values, scales = losses.quantised_head(head)
+    assert pieces == [2**13, 70]
+    for found, wanted in zip((values.float(), scales), quantise(head), strict=True):
+        torch.testing.assert_close(found, wanted.float(), rtol=0, atol=0)
+
+
+def test_a_learner_trains_on_fp8_logits_and_evaluates_in_full(monkeypatch):
+    monkeypatch.setattr("paceline.consumer.learner.check_fp8", lambda _: None)
+    monkeypatch.setattr("paceline.consumer.learner.head_cross_entropy", lambda *given, eight, **_: heard(given, eight))
+    eights: list[bool] = []
+
+    def heard(given, eight):
+        eights.append(eight is not None)
+        return losses.head_cross_entropy(*given, eight=eight)
+
+    rows = make_rows(20, 30, 9)
+    meta, found = rows.meta([0, 1, 2]), {}
+    for vocab, on in ((64, False), (64, True), (61, True)):
+        run = make_run(trainer={"fp8": on, "micro_tokens": 1000})
+        learner = DFlashLearner(run, make_drafter(), make_head(vocab=vocab), device="cpu", dtype=torch.float32)
+        learner.train_record(meta, rows.memory(), 0)
+        found[vocab, on] = float(learner.sums()[0])
+        learner.eval_record(meta, rows.memory())
+    assert eights == [False, False, True, False, False, False], "a vocabulary of 61 does not fit fp8 products"
+    assert 0 < abs(found[64, True] / found[64, False] - 1) < 0.05
+
+
+def test_a_plan_counts_the_quantised_head():
+    shape = Shape(64, 96, 2, 64, 32, 3, 1000, 16, tied=False)
+    plain, eight = (rank_parts(make_run(trainer={"fp8": on}), shape, 64).total for on in (False, True))
+    assert eight - plain == 1000 * 64
 
 
 def test_a_drafter_in_fp8_needs_a_gpu_that_has_it():
