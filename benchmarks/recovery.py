@@ -141,7 +141,7 @@ class CountingLearner:
     def __init__(self) -> None:
         self._tokens = 0
 
-    def prepare(self, meta: RecordMeta, epoch: int) -> None:
+    def prepare(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> None:
         pass
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:

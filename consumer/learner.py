@@ -66,10 +66,11 @@ from .objective import (
 from .optim import MasterWeights, build_optimizer, copy_strictly
 from .start import first_drafter
 from .stopwatch import Stopwatch
-from .transfer import StateReader, view_scales, view_states
+from .transfer import Reading, StateReader, view_scales, view_states
 
 log = logging.getLogger(__name__)
 
+Key = tuple[int, int | None]  # of a record: its batch and the epoch, None in an evaluation
 WARM_STEPS = 3  # after which nothing should be compiled any more
 AHEAD = 4  # records whose blocks are kept; a rank holds two
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
@@ -188,6 +189,10 @@ class _Packed(NamedTuple):
     micros: list[_Micro]
     arrived: torch.cuda.Event | None = None
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return [micro.span for micro in self.micros]
+
     def tensors(self) -> Iterator[Tensor]:
         for micro in self.micros:
             yield from (micro.positions, *micro.slots.inputs, *micro.slots.attend.tables())
@@ -230,7 +235,7 @@ class DFlashLearner:
             self.drafter.compile_parts()
         self._reduction = Stopwatch(self.device)
         self._steps = self._graphs = 0
-        self._ahead: dict[tuple[int, int], _Packed] = {}  # by batch and epoch
+        self._ahead: dict[Key, _Packed] = {}
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._sums = torch.zeros(sums_size(self.config.block_size), dtype=torch.float64, device=self.device)
 
@@ -243,11 +248,13 @@ class DFlashLearner:
 
     # Records
 
-    def prepare(self, meta: RecordMeta, epoch: int) -> None:
-        """Draws the anchors and packs the blocks of a record that `train_record` will get, in any thread, and sends
-        their tables to the device.
+    def prepare(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> None:
+        """Draws the anchors and packs the blocks of a record that `train_record` (epoch None: `eval_record`) will get
+        after those that were prepared before it, in any thread, and sends their tables to the device. The first
+        micro-batch of its states is copied as soon as the record before needs no buffer for another of its own.
 
-        Tens of thousands of slots take the host long enough for a small drafter's GPU to wait.
+        Tens of thousands of slots, and the way of a hundred megabytes, take long enough for the GPU to wait. A record
+        that never comes keeps its slot until `forget`.
         """
         # Those that never came: refused, or of a phase that was left. Another thread may take one meanwhile.
         for never in list(self._ahead)[: 1 - AHEAD]:
@@ -258,6 +265,11 @@ class DFlashLearner:
             with torch.cuda.device(self.device), torch.cuda.stream(self._beside):
                 packed = self._packed(meta, epoch)._replace(arrived=self._beside.record_event())
         self._ahead[meta.batch, epoch] = packed
+        self._reader.expect((meta.batch, epoch), self._reading(meta, states, packed.spans))
+
+    def forget(self, address: int, size: int) -> None:
+        """Before a ring is unmapped, in any thread: on return no copy of a record that was only prepared reads it."""
+        self._reader.forget(address, size)
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         """Adds a record's gradients and sums. states: the record's [planes, T, H] bytes in its slot; done: the share
@@ -265,15 +277,8 @@ class DFlashLearner:
 
         On return the slot may be released: nothing points into it and no copy out of it is under way.
         """
-        packed = self._ahead.pop((meta.batch, epoch), None) or self._packed(meta, epoch)
-        if packed.arrived is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(packed.arrived)
-            for table in packed.tensors():
-                table.record_stream(here)  # else its memory could be another table's before it has been read
         noise = self._run.objective.noise * (1 - done)
-        spans = [micro.span for micro in packed.micros]
-        for micro, found in zip(packed.micros, self._states(meta, states, spans), strict=True):
+        for micro, found in self._micros(meta, states, epoch):
             if noise:
                 self._add_noise(found.features, micro.rows, noise, epoch)
             context = self.drafter.project_context(found.features, micro.positions)
@@ -282,21 +287,29 @@ class DFlashLearner:
     @torch.no_grad()
     def eval_record(self, meta: RecordMeta, states: memoryview) -> None:
         """Adds a record's sums, chains included; no gradients. On return its slot may be released."""
-        micros = self._packed(meta, EVAL_EPOCH, chains=True).micros
-        spans = [micro.span for micro in micros]
-        for micro, found in zip(micros, self._states(meta, states, spans), strict=True):
+        for micro, found in self._micros(meta, states, None):
             context = self.drafter.project_context(found.features, micro.positions)
             self._score(micro.slots, context, len(micro.rows.tokens), found.last)
             self._chain(micro.rows, context)
         self._graphs = counters["stats"]["unique_graphs"]  # an evaluation's are its own
 
-    def _packed(self, meta: RecordMeta, epoch: int, *, chains: bool = False) -> _Packed:
-        """chains: of an evaluation, whose chains see more than the drawn blocks do."""
+    def _micros(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> Iterator[tuple[_Micro, _States]]:
+        """A record's micro-batches with their states, as prepared if they were."""
+        packed = self._ahead.pop((meta.batch, epoch), None) or self._packed(meta, epoch)
+        if packed.arrived is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_event(packed.arrived)
+            for table in packed.tensors():
+                table.record_stream(here)  # else its memory could be another table's before it has been read
+        return zip(packed.micros, self._states(meta, states, packed.spans, epoch), strict=True)
+
+    def _packed(self, meta: RecordMeta, epoch: int | None) -> _Packed:
         packed = []
-        for rows in self._micro_batches(meta, epoch):
+        for rows in self._micro_batches(meta, EVAL_EPOCH if epoch is None else epoch):
             blocks = self._pack(rows, rows.anchors)
             needed = len(rows.tokens)
-            if not self._objective.needs_target and not chains:  # nothing sees what is after the last anchor
+            # Nothing sees what is after the last anchor, but for an evaluation's chains.
+            if not self._objective.needs_target and epoch is not None:
                 needed = max(1, blocks.spans[-1].context_to)
             positions = self._context_positions(rows, needed)
             packed.append(_Micro(rows, needed, positions, self._ready(blocks, needed)))
@@ -341,15 +354,21 @@ class DFlashLearner:
             for r, row_id in enumerate(meta.row_ids)
         ]
 
-    def _states(self, meta: RecordMeta, states: memoryview, spans: Sequence[tuple[int, int]]) -> Iterator[_States]:
+    def _states(
+        self, meta: RecordMeta, states: memoryview, spans: Sequence[tuple[int, int]], epoch: int | None
+    ) -> Iterator[_States]:
         """Hidden states of a record's tokens (from, to), a micro-batch after the other."""
-        view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
-        scales = view_scales(states, meta.states_shape) if meta.dtype == FP8 else None
-        last = self._objective.needs_target
-        for features, hidden in self._reader.features(view, len(meta.layer_ids), spans, last=last, scales=scales):
+        for features, hidden in self._reader.features(self._reading(meta, states, spans), (meta.batch, epoch)):
             with torch.no_grad():
                 normed = None if hidden is None else self._norm(hidden)
             yield _States(features, normed)
+
+    def _reading(self, meta: RecordMeta, states: memoryview, spans: Sequence[tuple[int, int]]) -> Reading:
+        layers = len(meta.layer_ids)
+        planes = layers + self._objective.needs_target
+        view = view_states(states, meta.states_shape, as_dtype(meta.dtype))[:planes]
+        scales = view_scales(states, meta.states_shape)[:planes] if meta.dtype == FP8 else None
+        return Reading(view, layers, spans, scales)
 
     def _add_noise(self, features: Tensor, rows: _Rows, scale: float, epoch: int) -> None:
         """Adds u·scale, u uniform in [-1, 1], to the features; a row's depend on (seed, epoch, row id) alone."""

@@ -184,13 +184,15 @@ class PaddedLearner(DFlashLearner):
         self._mask = flex_mask if gpu else dense_mask
         self._padded: dict[tuple[int, int], list[tuple[tuple[int, int], Tables]]] = {}
 
-    def prepare(self, meta: RecordMeta, epoch: int) -> None:
-        self._padded[meta.batch, epoch] = self._tables(meta, epoch)
+    def prepare(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> None:
+        assert epoch is not None  # it only trains
+        micros = self._padded[meta.batch, epoch] = self._tables(meta, epoch)
+        self._reader.expect((meta.batch, epoch), self._reading(meta, states, [span for span, _ in micros]))
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
         micros = self._padded.pop((meta.batch, epoch), None) or self._tables(meta, epoch)
         spans = [span for span, _ in micros]
-        for (_, host), found in zip(micros, self._states(meta, states, spans), strict=True):
+        for (_, host), found in zip(micros, self._states(meta, states, spans, epoch), strict=True):
             self._train(self._sent(host), found.features)
 
     def _train(self, tables: Tables, features: Tensor) -> None:

@@ -23,7 +23,6 @@ from ..common.errors import ConfigError, PacelineError
 from ..common.locks import FileLock, held_by
 from ..common.numa import bind_near
 from ..common.plan import Plan, plan_from
-from ..common.record import RecordMeta
 from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.timeline import Steps
@@ -31,7 +30,7 @@ from .check import RecordCheck
 from .checkpoint import load_state
 from .group import Group, LocalGroup, TorchGroup
 from .job import RankJob, Reports
-from .source import Phase, RecordSource
+from .source import Phase, Record, RecordSource
 from .stop import StopFlag, StopRequested
 from .training import Boundary, Learner, Training
 
@@ -57,7 +56,7 @@ class DFlash:
         paths.share_compile_caches()
         if run.stream.numa == "auto" and (placed := bind_near(job.device)):
             log.info("rank %d: %s", job.rank, placed)
-        import torch  # the first import of it in this process
+        import torch
 
         from ..common.target_info import target_info
         from . import learner, losses, optim, transfer
@@ -113,12 +112,14 @@ class DFlash:
             log.warning("%s; copies from this ring are slower", error)
 
     def unmap_ring(self, address: int, size: int) -> None:
-        if address not in self._locked:
+        self._learner.forget(address, size)
+        if self._device.type != "cuda":
             return
-        self._locked.remove(address)
         with self._torch.cuda.device(self._device):
-            self._torch.cuda.synchronize()  # a record that was dropped may still be on its way
-            self._transfer.unregister_host(address, size)
+            self._torch.cuda.synchronize()  # a record that was left in the middle may still be on its way
+            if address in self._locked:
+                self._locked.remove(address)
+                self._transfer.unregister_host(address, size)
 
 
 def _metrics(summary: "Summary") -> dict[str, Any]:
@@ -137,7 +138,10 @@ MakeGroup = Callable[[RankJob], Group]
 
 
 def join_group(job: RankJob) -> Group:
-    return LocalGroup() if job.world == 1 else TorchGroup(job.rank, job.world, Path(job.store), job.device)
+    if job.world == 1:
+        return LocalGroup()
+    paths.share_compile_caches()  # it imports torch, before the learner does
+    return TorchGroup(job.rank, job.world, Path(job.store), job.device)
 
 
 def main(make_learner: MakeLearner = DFlash, make_group: MakeGroup = join_group) -> int:
@@ -189,7 +193,7 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
         skip_limit=run.trainer.skip_limit,
         on_map=learner.map_ring,
         on_unmap=learner.unmap_ring,
-        on_ready=lambda meta, phase: _prepare(learner, plan, meta, phase),
+        on_ready=lambda record, phase: _prepare(learner, plan, record, phase),
     )
     source.start()
     try:
@@ -202,10 +206,9 @@ def _run(job: RankJob, reports: Reports, flag: StopFlag, make_learner: MakeLearn
     return {"failed": PacelineError.exit_code, "unfit": ConfigError.exit_code}.get(ending.kind, 0)
 
 
-def _prepare(learner: Learner, plan: Plan, meta: RecordMeta, phase: Phase) -> None:
+def _prepare(learner: Learner, plan: Plan, record: Record, phase: Phase) -> None:
     kind, number = phase
-    if kind is Kind.TRAIN:
-        learner.prepare(meta, plan.epoch_of(number))
+    learner.prepare(record.meta, record.states, plan.epoch_of(number) if kind is Kind.TRAIN else None)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ class RecordSource:
 
     address: where the feed listens for ranks. ring_dir: the run's rings. next_phase: what follows a phase.
     on_map, on_unmap: called with (address, bytes) when a ring has been mapped and before it is unmapped.
-    on_ready: called with a record that checks out, before `next` gives it; like those two by the source's thread.
+    on_ready: called with a record that checks out, before `next` gives it, in the order in which it gives them; like
+        those two by the source's thread. It may read the record until that is released or its ring unmapped.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class RecordSource:
         skip_limit: int,
         on_map: Callable[[int, int], None] = lambda address, size: None,
         on_unmap: Callable[[int, int], None] = lambda address, size: None,
-        on_ready: Callable[[RecordMeta, Phase], None] = lambda meta, phase: None,
+        on_ready: Callable[["Record", Phase], None] = lambda record, phase: None,
     ):
         self._rank, self._trainer = rank, trainer
         self._address, self._ring_dir = address, ring_dir
@@ -328,7 +329,7 @@ class RecordSource:
             self._refuse(take, str(error))
         else:
             self._in_a_row[take.worker] = 0
-            self._on_ready(record.meta, self._phase)
+            self._on_ready(record, self._phase)
             with self._lock:
                 self._of(self._phase).ready.append(record)
                 self._held += 1

@@ -39,9 +39,10 @@ FIRST_PHASE: Phase = (Kind.TRAIN, 0)
 class Learner(Protocol):
     """What a rank trains (learner.py). All ranks make the same calls in the same order, but for their records."""
 
-    def prepare(self, meta: RecordMeta, epoch: int) -> None:
-        """A record that `train_record` will be given soon: what can be worked out without its states. Called by the
-        source's thread, while this one trains."""
+    def prepare(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> None:
+        """A record that `train_record`, or with epoch None `eval_record`, will be given after those that were prepared
+        before it: what can be done ahead. Called by the source's thread, while this one trains. `states` may be read
+        until that call returns or, if it never comes, until `unmap_ring`."""
         ...
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:
@@ -99,7 +100,7 @@ class Learner(Protocol):
         ...
 
     def unmap_ring(self, address: int, size: int) -> None:
-        """A ring is about to be unmapped."""
+        """A ring is about to be unmapped. On return nothing reads it."""
         ...
 
 

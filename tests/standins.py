@@ -130,7 +130,7 @@ class SumLearner:
         value = float("nan") if meta.batch in self.poison else float(found.sum(dtype=np.float64))
         return np.array([value / found.size * len(meta.tokens), len(meta.tokens)])
 
-    def prepare(self, meta: RecordMeta, epoch: int) -> None:
+    def prepare(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> None:
         pass
 
     def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, done: float = 0.0) -> None:

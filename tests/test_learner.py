@@ -363,9 +363,9 @@ def test_micro_batches_are_runs_of_wanted_rows():
 def test_what_was_prepared_ahead_is_used_and_changes_nothing(whole, monkeypatch):
     learner = make_learner()
     meta = ROWS.meta(IDS)
-    learner.prepare(meta, 1)
+    learner.prepare(meta, ROWS.memory(), 1)
     for other in range(6):
-        learner.prepare(replace(meta, batch=meta.batch + 1 + other % 2), 1)  # never come
+        learner.prepare(replace(meta, batch=meta.batch + 1 + other % 2), ROWS.memory(), 1)  # never come
     assert len(learner._ahead) == 3
     monkeypatch.setattr(learner, "_micro_batches", lambda *_: pytest.fail("drawn once more"))
     learner.train_record(meta, ROWS.memory(), 1)
@@ -376,7 +376,7 @@ def test_records_that_never_come_are_forgotten():
     learner = make_learner()
     meta = ROWS.meta(IDS)
     for batch in range(3 * AHEAD):
-        learner.prepare(replace(meta, batch=batch), 1)
+        learner.prepare(replace(meta, batch=batch), ROWS.memory(), 1)
     assert list(learner._ahead) == [(batch, 1) for batch in range(2 * AHEAD, 3 * AHEAD)]
 
 
@@ -427,7 +427,7 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
         for ahead in (False, True):
             for meta, states in records:
                 if ahead:
-                    learner.prepare(meta, 2)
+                    learner.prepare(meta, states, 2)
                 learner.train_record(meta, states, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -440,7 +440,7 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
 def test_cuda_gradient_equals_the_cpus(whole, ahead):
     learner = make_learner(device="cuda", trainer={"micro_tokens": 50})
     if ahead:
-        learner.prepare(ROWS.pick(0, 1, 2, 3, 4).meta(IDS), 1)
+        learner.prepare(ROWS.pick(0, 1, 2, 3, 4).meta(IDS), ROWS.memory(), 1)
     train(learner, (0, 1, 2, 3, 4))
     torch.testing.assert_close(mean_gradient([learner]).cpu(), whole[0], rtol=5e-3, atol=5e-4)
     np.testing.assert_allclose(learner.sums()[:2], whole[1][:2], rtol=1e-3)

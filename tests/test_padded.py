@@ -38,7 +38,7 @@ def test_loss_and_gradients_are_those_of_packed_rows(ahead):
     rows, packed, padded = rows_of(), learner_of(DFlashLearner), learner_of(PaddedLearner)
     for epoch in (0, 1):
         if ahead:
-            padded.prepare(rows.meta([3, 1, 4, 6, 5]), epoch)
+            padded.prepare(rows.meta([3, 1, 4, 6, 5]), rows.memory(), epoch)
         (sums, gradient), (others, other) = trained(packed, rows, epoch), trained(padded, rows, epoch)
         assert sums[1] > 10, "the weight of a good number of slots"
         np.testing.assert_allclose(others[:2], sums[:2], rtol=1e-5)

@@ -29,7 +29,7 @@ from paceline.common.target import quantise
 from paceline.common.target_info import target_info
 from paceline.consumer.check import RecordRefused, check_states
 from paceline.consumer.learner import DFlashLearner
-from paceline.consumer.transfer import StateReader, view_scales, view_states
+from paceline.consumer.transfer import Reading, StateReader, view_scales, view_states
 from paceline.producer.capture import TargetSource
 from paceline.producer.recording import Recording, RecordingSource, StateKind
 
@@ -189,9 +189,8 @@ def test_features_are_the_states_restored(last):
     expected = torch.from_numpy(restored(*reference(states.numpy())))
     reader = StateReader(torch.device("cpu"), torch.float32)
     spans = [(0, 7), (12, 40)]
-    for (start, stop), (features, hidden) in zip(
-        spans, reader.features(values, 2, spans, last=last, scales=scales), strict=True
-    ):
+    reading = Reading(values[: 2 + last], 2, spans, scales[: 2 + last])
+    for (start, stop), (features, hidden) in zip(spans, reader.features(reading), strict=True):
         assert torch.equal(features, expected[:2, start:stop].transpose(0, 1).reshape(stop - start, 32))
         assert (hidden is not None) == last
         if hidden is not None:
@@ -205,11 +204,9 @@ def test_a_gpu_restores_what_a_cpu_does(last):
     data, shape = packed(states), (3, 3000, 64)
     values, scales = view_states(data, shape, torch.float8_e4m3fn), view_scales(data, shape)
     spans = [(0, 1000), (1000, 2900), (2900, 3000)]
+    reading = Reading(values[: 2 + last], 2, spans, scales[: 2 + last])
     found = [
-        [
-            (a.cpu().clone(), None if b is None else b.cpu().clone())
-            for a, b in reader.features(values, 2, spans, last=last, scales=scales)
-        ]
+        [(a.cpu().clone(), None if b is None else b.cpu().clone()) for a, b in reader.features(reading)]
         for reader in (StateReader(torch.device(device), torch.bfloat16) for device in ("cpu", "cuda"))
     ]
     for (features, hidden), (on_gpu, hidden_gpu) in zip(*found, strict=True):
