@@ -218,6 +218,7 @@ def _step_arm(arm: Mapping[str, Any], ceiling: float) -> dict[str, Any]:
         "tflops": rate("flops") / 1e12,
         "of_matmul": rate("flops") / 1e12 / ceiling,
         "peak_gib": None if arm["peak_bytes"] is None else arm["peak_bytes"] / GIB,
+        "computing_gib": None if arm["computing_bytes"] is None else arm["computing_bytes"] / GIB,
     }
 
 
@@ -236,6 +237,7 @@ _STEP_ROWS = (
     ("  of padded-512", "packed_to_padded", "{:.2f}"),
     ("  of padded-plain", "packed_to_plain", "{:.2f}"),
     *_SHARED_ROWS,
+    ("  fwd + bwd, no moments", "computing_gib", "{:.2f}"),
 )
 _TARGET_ROWS = (
     ("rows run", "runs", "{}"),

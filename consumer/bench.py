@@ -7,7 +7,9 @@ import math
 import mmap
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from .learner import DFlashLearner, build_learner
 from .transfer import register_host, unregister_host, view_scales
 
 RECORDS = 2
+HELD = 2  # records that a rank holds at most: the one in training and the next
 WARM = 4
 TILE = 2**22  # random values of a record's states
 
@@ -36,16 +39,16 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     layers = resolve_layer_ids(run, info)
     doing("trainer alone: loading")
     learner = build_learner(run, info, layers, device=device)
-    records = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
-    buffers = [random_states(meta, on_gpu=device.startswith("cuda")) for meta in records]
+    metas = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
+    on_gpu = device.startswith("cuda")
+    records = [(meta, memoryview(random_states(meta, on_gpu=on_gpu))) for meta in metas]
     doing("trainer alone: first steps, compiling" if device.startswith("cuda") else "trainer alone: first steps")
     done, tokens, begun = 0, 0, time.perf_counter()
     graphs = math.inf  # until all has been compiled once
-    ahead = Ahead(learner)
+    ahead = Ahead(learner, lambda call: (*records[call % RECORDS], call))
     while done < WARM + 2 or time.perf_counter() - begun < seconds:
-        meta, buffer = records[done % RECORDS], buffers[done % RECORDS]
-        with memoryview(buffer) as states:
-            ahead.train_record(meta, states, done, then=(records[(done + 1) % RECORDS], done + 1))
+        meta, _ = records[done % RECORDS]
+        ahead.train_next()
         learner.step(learner.sums(), run.optimizer.lr)  # waits for the device
         done, tokens = done + 1, tokens + len(meta.tokens)
         late = counters["stats"]["unique_graphs"] > graphs and done <= 2 * WARM  # what is compiled late is no step
@@ -58,17 +61,27 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
 
 
 class Ahead:
-    """Trains records as a rank does: the next one's blocks are packed by another thread meanwhile."""
+    """Trains records as a rank does, which holds two: once one has been read, another thread prepares the record after
+    the next. It does not compete with this thread for the interpreter while kernels of a step's start are launched."""
 
-    def __init__(self, learner: DFlashLearner) -> None:
-        self._learner = learner
+    def __init__(self, learner: DFlashLearner, record: Callable[[int], tuple[RecordMeta, memoryview, int]]) -> None:
+        """record: meta, states and epoch of the nth call."""
+        self._learner, self._record, self._call = learner, record, 0
         self._thread = ThreadPoolExecutor(1)
+        self._preparing: deque[Future[None]] = deque()
 
-    def train_record(self, meta: RecordMeta, states: memoryview, epoch: int, *, then: tuple[RecordMeta, int]) -> None:
-        """then: the record and epoch of the next call."""
-        packing = self._thread.submit(self._learner.prepare, *then)
-        self._learner.train_record(meta, states, epoch)
-        packing.result()
+    def train_next(self) -> None:
+        if len(self._preparing) == HELD:
+            self._preparing.popleft().result()
+        self._learner.train_record(*self._record(self._call))
+        self._preparing.append(self._thread.submit(self._learner.prepare, *self._record(self._call + HELD)))
+        self._call += 1
+
+    def close(self) -> None:
+        """To be called before the states go."""
+        self._thread.shutdown()
+        for _, states, _ in map(self._record, range(self._call, self._call + HELD)):
+            self._learner.forget(torch.frombuffer(states, dtype=torch.uint8).data_ptr(), len(states))
 
 
 def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> RecordMeta:

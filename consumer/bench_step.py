@@ -95,14 +95,12 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     doing(f"{name}: building the drafter")
     learner = build_learner(run, info, layers, device=device, kind=arm.learner)
     buffer = random_states(meta, on_gpu=device.type == "cuda")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     try:
-        with memoryview(buffer) as states:
-            steps, updates = _time(learner, meta, states, device, options, name)
+        repetitions = _time(learner, meta, memoryview(buffer), device, options, name)
     finally:
         forget_states(buffer, on_gpu=device.type == "cuda")
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak, computing = (max(values) for values in zip(*((one.peak, one.computing) for one in repetitions), strict=True))
+    moments = learner.optimizer_bytes()
     del learner
     gc.collect()
     torch.cuda.empty_cache()
@@ -110,12 +108,13 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     if arm.blocks is not None:
         work = [done | {"blocks": arm.blocks} for done in work]
     return {
-        "step_s": steps,
-        "update_s": updates,
-        "work": [work[i % EPOCHS] for i in range(len(steps))],
+        "step_s": [one.step_s for one in repetitions],
+        "update_s": [one.update_s for one in repetitions],
+        "work": [work[i % EPOCHS] for i in range(len(repetitions))],
         "rows": len(meta.row_ids),
         "context_tokens": arm.context,
-        "peak_bytes": peak,
+        "peak_bytes": peak or None,
+        "computing_bytes": computing - moments if computing else None,
     }
 
 
@@ -143,6 +142,16 @@ def _masks(arm: Arm) -> list[NDArray[np.uint8]]:
     return masks
 
 
+class Repetition(NamedTuple):
+    """Seconds of forward and backward, and of the update. Most bytes of the GPU that tensors held during both, and
+    during forward and backward alone; 0 on a CPU."""
+
+    step_s: float
+    update_s: float
+    peak: int
+    computing: int
+
+
 def _time(
     learner: DFlashLearner,
     meta: RecordMeta,
@@ -150,36 +159,48 @@ def _time(
     device: torch.device,
     options: StepOptions,
     name: str,
-) -> tuple[list[float], list[float]]:
-    """Seconds of forward and backward, and of the update, of each repetition after those that warm up."""
+) -> list[Repetition]:
+    """Each repetition after those that warm up."""
+    warm = WARM[device.type]
+    ahead = Ahead(learner, lambda call: (meta, states, (call - warm) % EPOCHS))
 
-    ahead = Ahead(learner)
-
-    def once(number: int) -> tuple[float, float]:
+    def once() -> Repetition:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         wait(device)
         start = time.perf_counter()
-        ahead.train_record(meta, states, number % EPOCHS, then=(meta, (number + 1) % EPOCHS))
+        ahead.train_next()
         wait(device)
-        trained = time.perf_counter()
+        step_s = time.perf_counter() - start
+        computing = _peak(device)
+        start = time.perf_counter()
         result = learner.step(learner.sums(), LR)
         wait(device)
+        update_s = time.perf_counter() - start
         if not result.finite:
             raise PacelineError("the benchmark's step is not finite: its times would say nothing")
-        return trained - start, time.perf_counter() - trained
+        return Repetition(step_s, update_s, _peak(device), computing)
 
-    doing(f"{name}: first steps, compiling" if device.type == "cuda" else f"{name}: first steps")
-    for i in range(WARM[device.type]):
-        once(i)
-    doing(name)
-    times: list[tuple[float, float]] = []
-    begun = time.perf_counter()
-    while not options.enough(len(times), time.perf_counter() - begun):
-        times.append(once(len(times)))
-    if options.profile is not None:
-        with profiled(Path(options.profile), f"step-{name}"):
-            for number in range(PROFILED):
-                once(number)
-    return [step for step, _ in times], [update for _, update in times]
+    try:
+        doing(f"{name}: first steps, compiling" if device.type == "cuda" else f"{name}: first steps")
+        for _ in range(warm):
+            once()
+        doing(name)
+        times: list[Repetition] = []
+        begun = time.perf_counter()
+        while not options.enough(len(times), time.perf_counter() - begun):
+            times.append(once())
+        if options.profile is not None:
+            with profiled(Path(options.profile), f"step-{name}"):
+                for _ in range(PROFILED):
+                    once()
+        return times
+    finally:
+        ahead.close()
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def count_work(run: RunFile, meta: RecordMeta, epoch: int, info: TargetInfo, planes: int) -> dict[str, int]:

@@ -532,6 +532,10 @@ class DFlashLearner:
 
     # State
 
+    def optimizer_bytes(self) -> int:
+        """What the optimiser's state takes, beside masters, gradients and compute copies."""
+        return sum(part.nbytes for part in self._optimizer.state_dict().values())
+
     def snapshot(self) -> Callable[[Path], None]:
         """Copies weights and optimiser state now; the result writes them into a folder, from any thread."""
         model = _copied(self.weights.views(self.weights.masters))

@@ -49,7 +49,14 @@ def test_chat_rows_are_like_chats_and_always_the_same():
 
 def _arm(**values):
     work = {"slots": 160, "blocks": 10, "flops": 4 * 10**12}
-    return {"step_s": [2.0, 4.0, 2.0], "update_s": [0.5], "work": [work] * 3, "rows": 2, "peak_bytes": None} | values
+    return {
+        "step_s": [2.0, 4.0, 2.0],
+        "update_s": [0.5],
+        "work": [work] * 3,
+        "rows": 2,
+        "peak_bytes": None,
+        "computing_bytes": None,
+    } | values
 
 
 def test_rates_are_medians_of_work_by_time():
