@@ -103,7 +103,7 @@ def run_side(module: str, *arguments: str, said: Said | None = None) -> dict[str
     said = said or Said()
     said.line(f"{DOING}starting {module}")
     command = [sys.executable, "-m", f"paceline.{module}", *arguments]
-    environment = os.environ | paths.compile_environment()
+    environment = os.environ | paths.torch_environment()
     heard: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=environment

@@ -221,6 +221,8 @@ def cache_dir() -> Path:
 
 
 COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+# Torch looks for the older name first, and takes the other only where that is not set at all.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def compile_cache() -> Path:
@@ -231,18 +233,23 @@ def compile_cache() -> Path:
     return private_folder(folder)
 
 
-def share_compile_caches() -> None:
-    """Points torch's and Triton's caches of compiled kernels to folders that all processes of this user share.
+def prepare_torch() -> None:
+    """Sets `torch_environment`, in a process that computes. To be called before torch is imported."""
+    os.environ.update(torch_environment())
 
-    To be called before torch is imported. What the user's environment says stays.
+
+def torch_environment() -> dict[str, str]:
+    """What workers and ranks set for torch; what the user's environment says stays.
+
+    Caches of compiled kernels in folders that all processes of this user share. And segments of GPU memory that grow:
+    each micro-batch has other sizes than the one before, and among segments of fixed sizes the allocator would come
+    to hold nearly twice what tensors ever take.
     """
-    os.environ.update(compile_environment())
-
-
-def compile_environment() -> dict[str, str]:
-    """What `share_compile_caches` sets."""
     missing = {variable: name for variable, name in COMPILE_CACHES.items() if not os.environ.get(variable)}
-    return {variable: str(compile_cache() / name) for variable, name in missing.items()}
+    found = {variable: str(compile_cache() / name) for variable, name in missing.items()}
+    return (
+        found if any(name in os.environ for name in ALLOCATOR) else found | {ALLOCATOR[1]: "expandable_segments:True"}
+    )
 
 
 def compile_lock() -> Path:

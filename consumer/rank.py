@@ -53,7 +53,7 @@ class DFlash:
     """A `DFlashLearner` as the loop calls it: with the step's learning rate, metrics by name, and rings page-locked."""
 
     def __init__(self, job: RankJob, run: RunFile, rows: Rows):
-        paths.share_compile_caches()
+        paths.prepare_torch()
         if run.stream.numa == "auto" and (placed := bind_near(job.device)):
             log.info("rank %d: %s", job.rank, placed)
         import torch
@@ -140,7 +140,7 @@ MakeGroup = Callable[[RankJob], Group]
 def join_group(job: RankJob) -> Group:
     if job.world == 1:
         return LocalGroup()
-    paths.share_compile_caches()  # it imports torch, before the learner does
+    paths.prepare_torch()  # it imports torch, before the learner does
     return TorchGroup(job.rank, job.world, Path(job.store), job.device)
 
 

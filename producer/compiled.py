@@ -52,7 +52,7 @@ class CompiledLayers:
         """Compiles the layers and runs batches of several sizes. Raises RuntimeError where that is of no use, and
         whatever the compiler raises."""
         started, before, layers = time.monotonic(), _graphs(), list(target.layers)
-        paths.share_compile_caches()
+        paths.prepare_torch()
         notify("STATUS=compiling the target")
         self._plain = [(layer, layer.forward) for layer in layers]
         for layer in layers:

@@ -190,7 +190,7 @@ def _make_source(
 
 
 def _target_source(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], device: str) -> StateSource:
-    paths.share_compile_caches()  # so a new worker joins a live run warm
+    paths.prepare_torch()  # so a new worker joins a live run warm
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a graph or two need no pool of processes
     from .capture import TargetSource
 

@@ -230,7 +230,7 @@ def test_compile_caches_are_private_and_the_users_own_choice_stays(tmp_path, mon
     folder = tmp_path / "cache" / "compile"
     folder.mkdir(parents=True)
     folder.chmod(0o755)
-    paths.share_compile_caches()
+    paths.prepare_torch()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor")
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -407,13 +407,16 @@ def test_float16_is_refused():
         drafter_dtype("float16", torch.device("cpu"))
 
 
-def pinned(rows):
+def pinned(states):
     """A record's states in page-locked memory, from which a copy is asynchronous."""
-    held = torch.frombuffer(bytearray(rows.memory()), dtype=torch.uint8).pin_memory().numpy()
+    held = torch.frombuffer(bytearray(states), dtype=torch.uint8).pin_memory().numpy()
     return held.data
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
 def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
     """Once two records have been trained, others of any size cost no synchronisation and no new graph."""
     learner = make_learner(device="cuda", dtype=torch.bfloat16, trainer={"micro_tokens": 50})
@@ -421,7 +424,9 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
         train(learner, group)
         learner.step(learner.sums(), 1e-3)
     graphs = dict(counters["stats"])
-    records = [(ROWS.pick(*g).meta([IDS[row] for row in g]), pinned(ROWS.pick(*g))) for g in ((1, 4), (2,), (0, 3, 4))]
+    records = [
+        (ROWS.pick(*g).meta([IDS[row] for row in g]), pinned(ROWS.pick(*g).memory())) for g in ((1, 4), (2,), (0, 3, 4))
+    ]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for ahead in (False, True):
@@ -435,7 +440,29 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
     assert np.isfinite(learner.sums()).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_record_that_never_came_is_not_read_once_its_ring_went():
+    learner, meta, states = make_learner(), ROWS.meta(IDS), ROWS.memory()
+    address = torch.frombuffer(states, dtype=torch.uint8).data_ptr()
+    learner.prepare(meta, states, 1)
+    learner.forget(address + len(states), len(states))  # another ring
+    assert list(learner._reader._coming) == [(meta.batch, 1)]
+    learner.forget(address, len(states))
+    assert not learner._reader._coming
+    train(learner, (0, 1, 2, 3, 4))  # what was packed is still good
+    assert np.isfinite(learner.sums()).all()
+
+
+def test_an_evaluation_takes_what_was_prepared_for_it(monkeypatch):
+    learner, other = make_learner(), make_learner()
+    other.eval_record(ROWS.meta(IDS), ROWS.memory())
+    learner.prepare(ROWS.meta(IDS), ROWS.memory(), 0)  # to train on, which sees less
+    learner.prepare(ROWS.meta(IDS), ROWS.memory(), None)
+    monkeypatch.setattr(learner, "_micro_batches", lambda *_: pytest.fail("drawn once more"))
+    learner.eval_record(ROWS.meta(IDS), ROWS.memory())
+    assert np.array_equal(learner.sums(), other.sums())
+
+
+@needs_gpu
 @pytest.mark.parametrize("ahead", [False, True])
 def test_cuda_gradient_equals_the_cpus(whole, ahead):
     learner = make_learner(device="cuda", trainer={"micro_tokens": 50})

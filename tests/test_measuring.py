@@ -126,5 +126,5 @@ def test_what_is_measured_compiles_where_runs_look(tmp_path, monkeypatch, script
     script('echo "{\\"inductor\\": \\"$TORCHINDUCTOR_CACHE_DIR\\"}"\n')
     found = run_side("consumer.bench")
     assert not os.environ["TORCHINDUCTOR_CACHE_DIR"]  # only for the child
-    paths.share_compile_caches()
+    paths.prepare_torch()
     assert found == {"inductor": os.environ["TORCHINDUCTOR_CACHE_DIR"]}

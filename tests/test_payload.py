@@ -36,6 +36,9 @@ from paceline.producer.recording import Recording, RecordingSource, StateKind
 LAYER_IDS = [0, 2]
 
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
 def e4m3() -> np.ndarray:
     """The 256 numbers of the format, by its definition; NaN where it has none."""
     bits = np.arange(256)
@@ -197,7 +200,7 @@ def test_features_are_the_states_restored(last):
             assert torch.equal(hidden, expected[2, start:stop])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_cuda
 @pytest.mark.parametrize("last", [False, True])
 def test_a_gpu_restores_what_a_cpu_does(last):
     states = torch.randn(3, 3000, 64, generator=torch.Generator().manual_seed(2))
@@ -264,6 +267,32 @@ def test_a_step_on_rounded_states_is_a_step_on_what_they_restore_to():
         found.append((learner.weights.gradients.clone(), learner.sums()))
     assert torch.equal(found[0][0], found[1][0]) and found[0][0].abs().sum() > 0
     np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("payload", ["float32", FP8])
+def test_gradients_are_the_same_bits_when_records_are_prepared_ahead(device, payload):
+    records, every = [], make_rows(20, 30, 9, 25, 41)
+    for batch, group in enumerate([(0, 1, 2, 3, 4), (4,), (1, 2), (3, 0, 1)]):
+        rows = every.pick(*group)
+        meta = replace(rows.meta(list(group)), batch=batch, dtype=payload)
+        records.append((meta, packed(rows.states) if payload == FP8 else rows.memory(), 1))
+    if device == "cuda":
+        held = [torch.frombuffer(states, dtype=torch.uint8).pin_memory() for _, states, _ in records]
+        records = [(meta, there.numpy().data, epoch) for (meta, _, epoch), there in zip(records, held, strict=True)]
+    found = []
+    for ahead in (0, 2):
+        run = make_run(trainer={"micro_tokens": 50}, stream={"payload": "fp8" if payload == FP8 else "full"})
+        learner = DFlashLearner(run, make_drafter(), make_head(3), device=device, dtype=torch.float32)
+        learner.rehearse()
+        for record in records[:ahead]:
+            learner.prepare(*record)
+        for i, record in enumerate(records):
+            learner.train_record(*record)
+            for later in records[i + 2 : i + 3] if ahead else ():
+                learner.prepare(*later)
+        found.append(learner.weights.gradients.clone())
+    assert torch.equal(*found) and found[0].abs().sum() > 0
 
 
 def test_a_rehearsal_is_of_such_records():

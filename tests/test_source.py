@@ -204,18 +204,23 @@ def feed(tmp_path: Path) -> Iterator[PlayedFeed]:
     feed.context.term()
 
 
-@pytest.fixture
-def source(tmp_path: Path, plan: Plan, rows: Rows, feed: PlayedFeed, ring: Ring) -> Iterator[RecordSource]:
-    source = RecordSource(
+def make_source(folder: Path, plan: Plan, rows: Rows, **options: Any) -> RecordSource:
+    return RecordSource(
         rank=0,
         trainer=TRAINER,
-        address=f"ipc://{tmp_path}/ranks.sock",
-        ring_dir=tmp_path,
+        address=f"ipc://{folder}/ranks.sock",
+        ring_dir=folder,
         check=RecordCheck(plan, rows, EXPECTED),
         phase=(Kind.TRAIN, 0),
         next_phase=plan.next_phase,
         skip_limit=3,
+        **options,
     )
+
+
+@pytest.fixture
+def source(tmp_path: Path, plan: Plan, rows: Rows, feed: PlayedFeed, ring: Ring) -> Iterator[RecordSource]:
+    source = make_source(tmp_path, plan, rows)
     source.start()
     yield source
     source.close()
@@ -371,6 +376,34 @@ def test_waiting_is_reported(source: RecordSource, feed: PlayedFeed):
 
     assert source.next((Kind.TRAIN, 0), waiting) is None
     assert len(calls) >= 2
+
+
+def test_a_record_is_told_of_ahead_and_keeps_its_ring_until_the_end(
+    feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows, tmp_path: Path
+):
+    """What is told of may be read at once; so its ring stays mapped, trained on or not, until `on_unmap` returned."""
+    told: list[Record] = []
+    unmapped: list[bytes] = []
+    source = make_source(
+        tmp_path,
+        plan,
+        rows,
+        on_ready=lambda record, phase: told.append(record),
+        on_unmap=lambda address, size: unmapped.append(bytes(told[1].states[:8])),
+    )
+    source.start()
+    for index in range(2):
+        want = feed.expect(wire.RankWant, index=index)
+        give(feed, ring, want, commit(ring, make_meta(plan, rows, train(index))), train(index))
+    first = take(source)
+    assert first is told[0]
+    source.release(first)
+    (tmp_path / "w0.ring").unlink()  # its worker was removed; the other record is never trained
+    feed.expect(wire.RankWant, index=2)
+    feed.expect(wire.RankWant, index=2)  # a round in which nothing came, and it looked around
+    assert [record.batch for record in told] == [train(0), train(1)] and not unmapped
+    source.close()
+    assert unmapped == [bytes(stamp(told[1].meta.tokens, told[1].meta.cu_seqlens, 2, HIDDEN).tobytes()[:8])]
 
 
 def test_replaced_ring_is_opened_anew(
