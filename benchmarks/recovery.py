@@ -172,8 +172,8 @@ class CountingLearner:
     def drafter_config(self) -> dict[str, Any]:
         return {}
 
-    def peak_memory(self) -> int:
-        return 0
+    def peak_memory(self) -> tuple[int, int]:
+        return 0, 0
 
     def map_ring(self, address: int, size: int) -> None:
         return

@@ -129,6 +129,7 @@ class Result:
     gpus: list[dict[str, float]] = field(default_factory=list)  # utilisation %, power W, memory MiB: means
     timeline: list[dict[str, Any]] = field(default_factory=list)
     placement: dict[str, list[str]] = field(default_factory=dict)  # devices of the workers and the ranks
+    rank_memory: dict[str, float] = field(default_factory=dict)  # most bytes: of "tensors", "reserved" by the allocator
     plan: dict[str, Any] = field(default_factory=dict)  # what `paceline plan` says (bench_plan.py)
 
     @property
@@ -482,6 +483,10 @@ def measured(
         gpus=gpus,
         timeline=[{"t": line["time"] - start, "tokens_per_s": line["tokens_per_s"]} for line in steps],
         placement={"workers": workers, "ranks": ranks},
+        rank_memory={
+            "tensors": max(line["peak_memory"] for line in steps),
+            "reserved": max(line["reserved_memory"] for line in steps),
+        },
     )
 
 

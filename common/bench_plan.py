@@ -89,6 +89,7 @@ def plan_table(results: Sequence[Result]) -> Table:
         "GiB planned",
         "GiB measured",
         "of it",
+        "rank: tensors, reserved",
     )
     for name in names:
         shown.add_column(name, justify="right")
@@ -101,6 +102,7 @@ def plan_table(results: Sequence[Result]) -> Table:
             " ".join(f"{one['planned'] / GIB:.1f}" for one in memory) or "-",
             " ".join(f"{one['measured'] / GIB:.1f}" for one in memory) or "-",
             " ".join(f"{one['measured_of_it']:.2f}" for one in memory) or "-",
+            ", ".join(f"{size / GIB:.1f}" for size in result.rank_memory.values()) or "-",
         )
     return shown
 

@@ -247,9 +247,9 @@ def torch_environment() -> dict[str, str]:
     """
     missing = {variable: name for variable, name in COMPILE_CACHES.items() if not os.environ.get(variable)}
     found = {variable: str(compile_cache() / name) for variable, name in missing.items()}
-    return (
-        found if any(name in os.environ for name in ALLOCATOR) else found | {ALLOCATOR[1]: "expandable_segments:True"}
-    )
+    if not any(variable in os.environ for variable in ALLOCATOR):
+        found[ALLOCATOR[1]] = "expandable_segments:True"
+    return found
 
 
 def compile_lock() -> Path:

@@ -95,10 +95,12 @@ class DFlash:
     def drafter_config(self) -> dict[str, Any]:
         return self._learner.config.to_dict()
 
-    def peak_memory(self) -> int:
+    def peak_memory(self) -> tuple[int, int]:
         if self._device.type == "cuda":
-            return self._torch.cuda.max_memory_allocated(self._device)
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            cuda = self._torch.cuda
+            return cuda.max_memory_allocated(self._device), cuda.max_memory_reserved(self._device)
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return resident, resident
 
     def map_ring(self, address: int, size: int) -> None:
         """Page-lock the ring, from the source's thread; without it copies work, but slower."""

@@ -83,8 +83,9 @@ class Learner(Protocol):
         """For state.json."""
         ...
 
-    def peak_memory(self) -> int:
-        """Most bytes used so far: of the GPU, or resident."""
+    def peak_memory(self) -> tuple[int, int]:
+        """Most bytes so far, of the GPU: what tensors took, and what the allocator held for them. On a CPU both are the
+        resident memory."""
         ...
 
     def snapshot(self) -> Write:
@@ -135,7 +136,8 @@ class Collected:
     tokens: int = 0
     data_s: float = 0.0
     compute_s: float = 0.0
-    memory: int = 0  # bytes, at most so far
+    memory: int = 0  # bytes of tensors, at most so far
+    reserved: int = 0  # bytes that the allocator held for them, at most so far
     arrived: float = 0.0  # when it was done with its records: CLOCK_MONOTONIC, which a host's processes share
 
 
@@ -239,7 +241,7 @@ class Training:
             mine.stop, mine.unfit = str(error), isinstance(error, BadWorker)
         mine.listed = [[batch.pack(), reason] for batch, reason in self._source.listed(phase)]
         mine.finite = bool(np.isfinite(self._learner.sums()).all())
-        mine.memory = self._learner.peak_memory()
+        mine.memory, mine.reserved = self._learner.peak_memory()
         hours = self._run.trainer.max_hours
         mine.last = hours is not None and self._before + time.monotonic() - self._began >= 3600 * hours
         return mine
@@ -339,6 +341,7 @@ class Training:
             "rank_wait": [min(1.0, one.data_s / wall) for one in everyone],
             "rank_idle": idle,
             "peak_memory": max(one.memory for one in everyone),
+            "reserved_memory": max(one.reserved for one in everyone),
         }
 
     def _tell(

@@ -167,8 +167,8 @@ class SumLearner:
     def drafter_config(self) -> dict[str, Any]:
         return {"kind": "sum"}
 
-    def peak_memory(self) -> int:
-        return 1 << 20
+    def peak_memory(self) -> tuple[int, int]:
+        return 1 << 20, 1 << 21
 
     def map_ring(self, address: int, size: int) -> None:
         return

@@ -81,6 +81,7 @@ def test_the_plan_against_what_was_measured(tmp_path, monkeypatch):
     alone = {"producer": 10e3, "consumer": 30e3}
     result = Result("2-1", 10e3, 30e3, predict(alone, *devices), 12e3, 0.1, 0.9, 0.0, 0.0, 1.0)
     result.gpus = [{"memory.used": 60 * 1024.0}, {"memory.used": 20 * 1024.0}]
+    result.rank_memory = {"tensors": 37.6 * 2**30, "reserved": 40 * 2**30}
     result.plan = against_plan(run, alone, result)
     given = result.plan["with_alone_rates"]
     assert given["tokens_per_s"] == pytest.approx(15e3) and result.predicted == pytest.approx(15e3)
@@ -95,6 +96,7 @@ def test_the_plan_against_what_was_measured(tmp_path, monkeypatch):
     assert shared["measured_of_it"] == pytest.approx(60 * 2**30 / shared["planned"])
     cells = [next(iter(column.cells)) for column in plan_table([result]).columns]
     assert cells[0] == "2-1" and cells[3:5] == ["15.00K", "0.80"] and cells[6] == "60.0 20.0"
+    assert cells[8] == "37.6, 40.0"
 
 
 def test_no_estimate_is_explained(tmp_path, monkeypatch):

@@ -118,13 +118,16 @@ def test_the_line_of_a_traceback_that_names_the_error():
     assert error_line("killed\n") == "killed" and error_line("") == ""
 
 
-def test_what_is_measured_compiles_where_runs_look(tmp_path, monkeypatch, script):
+def test_what_is_measured_has_the_environment_of_a_run(tmp_path, monkeypatch, script):
     """Else each side of a pipeline would be compiled a second time, minutes into the measurement."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     for variable in paths.COMPILE_CACHES:
         monkeypatch.setenv(variable, "")  # as good as none, and taken back afterwards
-    script('echo "{\\"inductor\\": \\"$TORCHINDUCTOR_CACHE_DIR\\"}"\n')
+    for variable in paths.ALLOCATOR:
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    script('echo "[\\"$TORCHINDUCTOR_CACHE_DIR\\", \\"$PYTORCH_ALLOC_CONF\\"]"\n')
     found = run_side("consumer.bench")
     assert not os.environ["TORCHINDUCTOR_CACHE_DIR"]  # only for the child
     paths.prepare_torch()
-    assert found == {"inductor": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
+    assert found == [os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["PYTORCH_ALLOC_CONF"]]

@@ -75,3 +75,23 @@ def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file/below"))
     with pytest.raises(ConfigError, match="set PACELINE_CACHE"):
         paths.cache_dir()
+
+
+@pytest.mark.parametrize(
+    ("own", "added"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {}),
+    ],
+)
+def test_the_allocators_settings_are_the_users_if_there_are_any(
+    own: dict[str, str], added: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for variable in (*paths.COMPILE_CACHES, *paths.ALLOCATOR):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in own.items():
+        monkeypatch.setenv(variable, value)
+    assert {name: value for name, value in paths.torch_environment().items() if name in paths.ALLOCATOR} == added
