@@ -1,13 +1,19 @@
 """Two ranks over gloo: the same on both, and an error, not a hang, when the other is gone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
+from paceline.common import paths
+from paceline.consumer import rank
 from paceline.consumer.group import LocalGroup
+from paceline.consumer.job import RankJob
 
 RANK = """
 import json, os, sys
@@ -40,6 +46,19 @@ def test_one_rank_is_itself():
     group.all_reduce(values)
     assert group.all_gather({"a": 1}) == [{"a": 1}]
     assert values.tolist() == [1.0, 2.0]
+
+
+def test_torch_is_set_up_before_a_group_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    names = (*paths.COMPILE_CACHES, *paths.ALLOCATOR)
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
+        monkeypatch.delenv(name)
+    wanted = paths.torch_environment()
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr(rank, "TorchGroup", lambda *_: found.append({name: os.environ[name] for name in wanted}))
+    rank.join_group(cast(RankJob, SimpleNamespace(rank=0, world=2, store="store", device="cpu")))
+    assert found == [wanted] and len(wanted) == 3
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
 """States on their way to a GPU: which buffer is filled when, and that no copy is under way where memory may go."""
 
 import mmap
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from paceline.common import paths
 from paceline.consumer import transfer
 from paceline.consumer.transfer import Reading, StateReader, register_host, unregister_host
 
@@ -263,3 +268,15 @@ def test_memory_goes_under_a_copy_ahead(ring: torch.Tensor):
     unregister_host(ring.data_ptr(), ring.nbytes)
     ring.zero_()
     assert same(read(reader, present), present)
+
+
+@needs_cuda
+def test_gpu_memory_is_held_in_segments_that_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What workers and ranks set is what this version of torch looks at."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for variable in paths.ALLOCATOR:
+        monkeypatch.delenv(variable, raising=False)
+    code = "import torch; kept = torch.zeros(9, device='cuda'); print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
+    environment = os.environ | paths.torch_environment()
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True" and not found.stderr
