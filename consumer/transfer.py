@@ -161,12 +161,12 @@ class StateReader:
         with self._lock:
             expected = None
             if key in self._coming:
-                while (one := next(iter(self._coming))) != key:
-                    self._drop(one)  # it never came
+                while (passed := next(iter(self._coming))) != key:
+                    del self._coming[passed]  # it never came
                 expected = self._coming.pop(key)
             ahead = expected is not None and self._begun == key and expected.begins_like(reading)
             if not ahead:
-                self._take_back()  # of a record that comes later than was thought
+                self._take_back()  # of a record that comes later than was thought, or never
             self._begun = None
             if self._device.type != "cuda":
                 return 0
