@@ -220,8 +220,10 @@ def read_behind(reader: StateReader, present: Reading, coming: Reading) -> torch
     read(reader, present)
     torch.cuda.synchronize()
     torch.cuda._sleep(4_000_000_000)
-    for _ in reader.features(present):
-        reader.expect("coming", coming)
+    pieces = reader.features(present)
+    next(pieces)
+    reader.expect("coming", coming)
+    assert len(list(pieces)) == 1
     landing = reader._landing
     assert landing is not None and reader._begun == "coming"
     return landing._copied[(landing.filled - 1) % 2]
