@@ -21,6 +21,10 @@ PROJECT = Path(__file__).parents[1]
 # The models of the tests are tiny: a second thread costs them more than it gives, most of all beside other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# As workers and ranks have it; code under test that sets it then finds it set, and leaves nothing behind.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 # Without a GPU, Triton's kernels run in its interpreter. It looks when it is first imported.
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ["TRITON_INTERPRET"] = "1"
