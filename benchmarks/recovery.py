@@ -42,6 +42,7 @@ from paceline.common.scale import scale
 from paceline.common.target_info import TargetInfo
 from paceline.common.telemetry import read_metrics
 from paceline.common.up import up
+from paceline.producer.source import Filled
 
 HIDDEN, LAYERS, LENGTH, BUDGET = 64, [1, 3], 512, 4096
 SETTLE_S = 8.0  # of each steady stretch
@@ -117,19 +118,22 @@ class SleepingTarget:
     def register(self, address: int, length: int) -> None:
         time.sleep(self._warm_up_s)
 
-    def record(
+    def begin(
         self,
         tokens: NDArray[np.int32],
         cu_seqlens: NDArray[np.int32],
         out: memoryview,
         progress: Callable[[], None],
         landed: Any = None,
-    ) -> bool:
+    ) -> Filled:
         due = time.monotonic() + self._record_s
         states = np.frombuffer(out, np.float32)
         states[:] = self._noise[: len(states)]
         time.sleep(max(0.0, due - time.monotonic()))
-        return True
+        return Filled(True)
+
+    def settle(self) -> None:
+        return
 
     def close(self) -> None:
         return

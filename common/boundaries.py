@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["Boundaries", "Unpackable", "boundaries", "current"]
+__all__ = ["Boundaries", "Unpackable", "boundaries", "current", "on_device"]
 
 
 class Unpackable(Exception):
@@ -29,7 +29,7 @@ class Boundaries:
     @cached_property
     def offsets(self) -> Tensor:
         """int32 [R+1] on the device."""
-        return torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.device)
+        return on_device(self.on_host, self.device)
 
     @cached_property
     def on_host(self) -> Tensor:
@@ -39,6 +39,14 @@ class Boundaries:
     @cached_property
     def longest(self) -> int:
         return max(end - start for start, end in pairwise(self.cu_seqlens))
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. A GPU is not waited for: a copy from pageable memory would return only when the GPU had
+    done all that it was given before, and so keep a forward from being launched while another runs."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 boundaries: ContextVar[Boundaries | None] = ContextVar("paceline_boundaries", default=None)

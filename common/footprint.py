@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .record import ITEM_BYTES, max_rows, slot_bytes
+from .record import IN_THE_MAKING, ITEM_BYTES, max_rows, slot_bytes
 from .ring_layout import SLOT_WORDS, TABLE_OFFSET, pages
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ def activation_bytes(shape: Shape, slots: int, tokens: int) -> int:
     return shape.layers * (slots * slot + tokens * 4 * shape.keys) + tokens * 2 * shape.hidden
 
 
-def worker_parts(run: "RunFile", info: "TargetInfo", last_layer: int, device: str = "cuda") -> Parts:
-    """What each device of a worker holds: the layers up to the last recorded one, and the forward of a full batch."""
+def worker_parts(run: "RunFile", info: "TargetInfo", last_layer: int, planes: int, device: str = "cuda") -> Parts:
+    """What each device of a worker holds: the layers up to the last recorded one, the forward of a full batch, and the
+    recorded planes until they are copied, of each record in the making (one alone where devices share the target)."""
     tokens, item = run.stream.token_budget, ITEM_BYTES[run.target.dtype]
     weights = target_weights(info, last_layer) * item
     if run.target.fp8:
@@ -139,8 +140,16 @@ def worker_parts(run: "RunFile", info: "TargetInfo", last_layer: int, device: st
     weights -= layer_weights(info, last_layer) * item * (shards - 1) // shards
     # The widest moment is inside an MLP: residual, normed input, gate, up and their product, of all tokens.
     activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size // shards) * item
-    context = CONTEXT if device == "cuda" else 0
-    return Parts({"target's weights": weights, "activations": activations, "CUDA context": context})
+    making = min(run.stream.slots, IN_THE_MAKING) if shards == 1 else 1
+    on_their_way = making * planes * tokens * info.hidden_size * ITEM_BYTES[run.record_dtype]
+    return Parts(
+        {
+            "target's weights": weights,
+            "activations": activations,
+            "states on their way to the ring": on_their_way if device == "cuda" else 0,
+            "CUDA context": CONTEXT if device == "cuda" else 0,
+        }
+    )
 
 
 def target_weights(info: "TargetInfo", last_layer: int) -> int:

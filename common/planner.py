@@ -141,7 +141,8 @@ def make_plan(
     device = "cuda" if found or gpus else "cpu"
     micro = min(run.trainer.micro_tokens, run.stream.token_budget)
     last = info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
-    worker = worker_parts(run, info, last, device)
+    planes = len(layer_ids) + run.target.last_hidden
+    worker = worker_parts(run, info, last, planes, device)
     shared = count < run.workers.count + run.trainer.ranks
     room = min((gpu.memory for gpu in found), default=None)
     spare = None if room is None else int(USABLE * room) - (worker.total if shared else 0)
@@ -159,7 +160,7 @@ def make_plan(
         micro_tokens=micro,
         largest_micro=None if spare is None else largest_micro_batch(run, shape, spare, device),
         slots=slots_of(run, micro),
-        ring=ring_bytes(run, len(layer_ids) + run.target.last_hidden, info.hidden_size),
+        ring=ring_bytes(run, planes, info.hidden_size),
         ring_folder=folder,
         ring_free=free_bytes(_nearest(folder)),
         ring_there=sum(path.stat().st_blocks * 512 for path in folder.glob("*.ring")) if folder.is_dir() else 0,

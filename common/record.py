@@ -25,6 +25,7 @@ SCALE_BYTES = 4
 LAST_HIDDEN = ("none", "before_norm")
 MIN_ROW_TOKENS = 8  # shorter rows are never prepared
 CHUNK_WORDS = 8192
+IN_THE_MAKING = 2  # most records that a worker fills at once: one lands while the next one's forward runs
 
 _DTYPES = tuple(ITEM_BYTES)
 _MOST = 2**31 - 1  # rows, tokens, hidden size; cu_seqlens are int32

@@ -315,6 +315,17 @@ class Ring:
         self._unclaim(slot)
         _restore(self._mapping, slot.index)
 
+    @property
+    def claimed(self) -> tuple[Slot, ...]:
+        """The slots claimed and neither committed nor abandoned, in the order of their claims."""
+        return tuple(self._claimed.values())
+
+    def abandon_all(self) -> None:
+        """Gives all claimed slots back. RingInvalid, and nothing written, if the ring was damaged or taken over."""
+        self.states()
+        for slot in self.claimed:
+            self.abandon(slot)
+
     def _unclaim(self, slot: Slot) -> None:
         if self._claimed.get(slot.index) is not slot:
             raise ValueError(f"slot {slot.index} is not claimed with sequence number {slot.seq}")

@@ -49,7 +49,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import delta_net
-from .boundaries import Boundaries, Unpackable, boundaries, current
+from .boundaries import Boundaries, Unpackable, boundaries, current, on_device
 from .errors import ConfigError
 from .quantised import check_quantisation, quantisation, restore, unrounded
 from .target_info import TargetInfo, load_config, random_weights, target_folder, target_info
@@ -686,7 +686,7 @@ class Target:
         returns. What `sink` raises ends the forward.
         """
         planes = self._planes(layer_ids, last_hidden)
-        tokens = tokens.to(self.device, torch.long)
+        tokens = on_device(tokens.long(), self.device)
         hidden = self.info.hidden_size
         if self.mode == "packed":
             count, spare = len(tokens), -len(tokens) % self.pad_to
@@ -720,7 +720,7 @@ class Target:
 
     def _packed(self, tokens: Tensor, bounds: Boundaries, planes: dict[int, list[int]], deliver: Any) -> None:
         lengths = [end - start for start, end in pairwise(bounds.cu_seqlens)]
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
+        positions = on_device(torch.cat([torch.arange(length) for length in lengths]), self.device)
         token = boundaries.set(bounds)
         try:
             self._run(planes, deliver, input_ids=tokens[None], position_ids=positions[None])

@@ -84,7 +84,8 @@ class Steps:
         return cls(Path(folder), f"{name}-{os.getpid()}") if folder else None
 
     def step_done(self) -> None:
-        """To be called when the step's GPU work is complete."""
+        """To be called when the step's GPU work is complete. Later work that is under way is in the trace too, and is
+        waited for where recording ends."""
         self._done += 1
         if self._done == FIRST:
             self._stack.enter_context(profiled(self._folder, self._name))

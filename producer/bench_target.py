@@ -6,8 +6,8 @@
     ..., ring          the same rows as records in a ring that is drained at once, as a worker makes them
 
 All run the same weights, loaded once: first all layers as they come, then what a worker makes of them, and at last that
-without its compilation. common/bench_parts.py calls it. Every repetition waits for the device, as a worker does at the
-end of a record.
+without its compilation. common/bench_parts.py calls it. In every arm a repetition is begun before the one before it is
+waited for, as a worker begins records, and takes the time from the end of that one to its own.
 """
 
 import gc
@@ -38,6 +38,10 @@ from .summing import Summing
 WARM = 3  # repetitions that do not count
 SLOTS = 3
 PROFILED = 3  # repetitions in a profile
+
+
+Finish = Callable[[], object]
+"""Waits for one repetition, and for nothing that was begun after it."""
 
 
 class Rows(NamedTuple):
@@ -113,9 +117,10 @@ def _transformers(target: Target, layers: Sequence[int], rows: Rows, options: Ta
     ids = torch.from_numpy(rows.tokens).long().view(len(rows.lengths), -1).to(target.device)
 
     @torch.inference_mode()
-    def forward() -> None:
+    def forward() -> Finish:
         target.decoder(input_ids=ids, use_cache=False)
         taken.clear()
+        return _ended(target)
 
     found = _arm(target, rows, str(target.decoder.config._attn_implementation), forward, "transformers", options)
     for hook in hooks:
@@ -128,14 +133,19 @@ def _alone(
 ) -> dict[str, Any]:
     tokens, offsets = torch.from_numpy(rows.tokens), rows.cu_seqlens.tolist()
     target = source.target
-    return _arm(
-        target,
-        rows,
-        source.mode,
-        lambda: target.forward_states(tokens, offsets, layers, lambda *_: None),
-        name,
-        options,
-    )
+
+    def forward() -> Finish:
+        target.forward_states(tokens, offsets, layers, lambda *_: None)
+        return _ended(target)
+
+    return _arm(target, rows, source.mode, forward, name, options)
+
+
+def _ended(target: Target) -> Finish:
+    """Waits for what was launched until now."""
+    if target.device.type != "cuda":
+        return lambda: None
+    return torch.cuda.current_stream(target.device).record_event().synchronize
 
 
 def _streaming(
@@ -167,18 +177,24 @@ def _streaming(
 
         sums, summing = Summing(), list[float]()
 
-        def record() -> None:
+        def record() -> Finish:
             slot = ring.claim(meta.batch)
-            assert slot is not None  # the one before is free again
+            assert slot is not None  # all but the one before are free again
             start = write_meta(slot.payload, meta)
             running, landed = sums.begin(slot.payload, length, start)
-            source.record(meta.tokens, meta.cu_seqlens, slot.payload[start:length], lambda: None, landed)
-            copied = time.perf_counter()
-            total = running.result()
-            summing.append(time.perf_counter() - copied)
-            ring.commit(slot, length, total)
-            reader.take(slot.index, slot.seq, trainer=1)
-            reader.release(slot.index, slot.seq)
+            states = slot.payload[start:length]
+            filling = source.begin(meta.tokens, meta.cu_seqlens, states, lambda: None, landed)
+
+            def finish() -> None:
+                filling.finish()
+                copied = time.perf_counter()
+                total = running.result()
+                summing.append(time.perf_counter() - copied)
+                ring.commit(slot, length, total)
+                reader.take(slot.index, slot.seq, trainer=1)
+                reader.release(slot.index, slot.seq)
+
+            return finish
 
         try:
             found = _arm(source.target, rows, source.mode, record, name, options)
@@ -194,32 +210,34 @@ def _streaming(
 
 
 def _arm(
-    target: Target, rows: Rows, runs: str, once: Callable[[], object], name: str, options: TargetOptions
+    target: Target, rows: Rows, runs: str, begin: Callable[[], Finish], name: str, options: TargetOptions
 ) -> dict[str, Any]:
     """Seconds of each repetition after those that warm up."""
     cuda = target.device.type == "cuda"
-
-    def timed() -> float:
-        start = time.perf_counter()
-        once()
-        if cuda:
-            torch.cuda.synchronize(target.device)
-        return time.perf_counter() - start
-
     doing(name)
+    finish = begin()
+
+    def repeat() -> float:
+        nonlocal finish
+        following = begin()
+        finish()
+        finish = following
+        return time.perf_counter()
+
     for _ in range(WARM if cuda else 1):
-        timed()
+        repeat()
     if cuda:
         torch.cuda.reset_peak_memory_stats(target.device)
-    times: list[float] = []
-    begun = time.perf_counter()
-    while not options.enough(len(times), time.perf_counter() - begun):
-        times.append(timed())
+    ends = [repeat()]
+    while not options.enough(len(ends) - 1, ends[-1] - ends[0]):
+        ends.append(repeat())
     peak = torch.cuda.max_memory_allocated(target.device) if cuda else None
     if options.profile is not None:
         with profiled(Path(options.profile), f"target-{name}"):
             for _ in range(PROFILED):
-                timed()
+                repeat()
+    finish()
+    times = np.diff(ends).tolist()
     return {
         "batch_s": times,
         "tokens": len(rows.tokens),

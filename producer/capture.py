@@ -4,10 +4,12 @@ A layer's copy starts in that layer's own hook, while later layers still compute
 registered with the driver, so the copy goes from the GPU straight into the slot, asynchronously, on a stream of its
 own; one event at the end says that all are complete. On the CPU the copy goes through a tensor view of the slot.
 
+Nothing between a batch's first kernel and its last copy waits for the GPU: the next batch is launched behind it on the
+same stream, and each record has an event and a flag of its own, so that waiting for one does not wait for the next.
+
 Used by `worker.py` only, which never imports torch itself.
 """
 
-import concurrent.futures
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import ConfigError
-from ..common.record import scales_offset
+from ..common.record import IN_THE_MAKING, scales_offset
 from ..common.runfile import RunFile
 from ..common.target import Target, as_dtype, quantise
 from ..common.target_info import TargetInfo, deepest_layer
@@ -27,6 +29,7 @@ from ..common.timeline import Steps
 from .compiled import CompiledLayers
 from .fp8 import check_fp8, use_fp8
 from .shards import Shards, load_target
+from .source import Filled, Filling
 from .summing import Landed
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ _WARM_UP_TOKENS = 64  # on the CPU, where a large batch would only take long
 
 
 class TargetSource:
-    """A loaded, checked and warm target; what `worker.StateSource` asks for."""
+    """A loaded, checked and warm target; what `source.StateSource` asks for."""
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class TargetSource:
 
     def close(self) -> None:
         """Unregisters the ring, before its mapping goes, and ends the processes that share the target."""
+        self.settle()
         if self._registered is not None:
             _cudart().cudaHostUnregister(self._registered)
             self._registered = None
@@ -139,13 +143,22 @@ class TargetSource:
             self._shards.close()
 
     def warm_up(self, token_budget: int, max_length: int) -> None:
-        """Runs the largest batch once on CUDA, a small one on the CPU; ConfigError if it does not fit."""
-        tokens = token_budget if self._copies is not None else min(token_budget, _WARM_UP_TOKENS)
+        """Runs the largest batch on CUDA, as often as records are in the making at once and with their states kept, as
+        they are until they are copied; a small one on the CPU. ConfigError if it does not fit."""
+        gpu = self._copies is not None
+        tokens = token_budget if gpu else min(token_budget, _WARM_UP_TOKENS)
         cu_seqlens = [*range(0, tokens, max_length), tokens]
         ids = torch.arange(tokens) % self.info.vocab_size
+        kept: list[Tensor] = []
+
+        def keep(_plane: int, states: Tensor, _first: int) -> None:
+            if gpu:
+                kept.append(quantise(states)[0] if self._dtype == torch.float8_e4m3fn else states)
+
         try:
-            self._target.forward_states(ids, cu_seqlens, self._layer_ids, lambda *_: None, self._last_hidden)
-            if self._copies is not None:
+            for _ in range(IN_THE_MAKING if gpu and self._shards is None else 1):
+                self._target.forward_states(ids, cu_seqlens, self._layer_ids, keep, self._last_hidden)
+            if gpu:
                 torch.cuda.synchronize(self._target.device)
         except torch.OutOfMemoryError:
             raise ConfigError(
@@ -161,12 +174,23 @@ class TargetSource:
         progress: Callable[[], None],
         landed: Landed | None = None,
     ) -> bool:
-        """Writes the states of a batch to `out`, [planes, T, H] of the recorded dtype and float8's scales; complete on
-        return.
+        """A record begun and finished."""
+        return self.begin(tokens, cu_seqlens, out, progress, landed).finish()
 
-        tokens int32 [T], cu_seqlens int32 [R+1]. `progress` is called as layers finish; `landed` with the bytes of
-        states that are there for good, on CUDA by another thread while later layers compute. Returns whether all
-        states are finite. Copies under way are waited for even when the forward is interrupted.
+    def begin(
+        self,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        out: memoryview,
+        progress: Callable[[], None],
+        landed: Landed | None = None,
+    ) -> Filling:
+        """Has the states of a batch written to `out`, [planes, T, H] of the recorded dtype and float8's scales.
+
+        tokens int32 [T], cu_seqlens int32 [R+1]. `progress` is called as layers are launched; `landed` with the bytes
+        of states that are there for good, on CUDA by another thread while later layers compute. On the CPU, and where
+        several processes share the target, the record is complete on return. If the forward is interrupted, all copies
+        under way are waited for.
         """
         shape = (self._planes, len(tokens), self.info.hidden_size)
         view = torch.frombuffer(out, dtype=self._dtype, count=math.prod(shape)).view(shape)
@@ -203,17 +227,31 @@ class TargetSource:
             self._target.forward_states(
                 torch.from_numpy(tokens), cu_seqlens.tolist(), self._layer_ids, sink, self._last_hidden
             )
-        finally:
-            if self._copies is not None:
-                self._copies.record_event().synchronize()
-            concurrent.futures.wait(telling)
-        for told in telling:
-            told.result()
-        if self._compiled is not None:
-            self._compiled.watch(len(tokens))
-        if self._profile is not None:
-            self._profile.step_done()
-        return bool(torch.isfinite(total))
+            if self._compiled is not None:
+                self._compiled.watch(len(tokens))
+            return self._begun(torch.isfinite(total), telling)
+        except BaseException:
+            self.settle()
+            raise
+
+    def _begun(self, finite: Tensor, telling: "list[Future[None]]") -> Filling:
+        """What is left to wait for of a record whose last layer is launched."""
+        if self._copies is None:
+            if self._profile is not None:
+                self._profile.step_done()
+            return Filled(bool(finite))
+        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._copy(flag, finite)
+        landing = _Landing(self._copies.record_event(), telling, flag, self._profile)
+        if self._shards is not None:  # the others follow one pass at a time
+            landing.wait()
+        return landing
+
+    def settle(self) -> None:
+        """Waits for all copies, also those of records that got lost before they were finished."""
+        if self._copies is not None:
+            self._copies.synchronize()
+            self._teller.submit(lambda: None).result()  # behind all that it was given
 
     def _copy(self, out: Tensor, states: Tensor) -> None:
         if self._copies is None:
@@ -222,7 +260,31 @@ class TargetSource:
         self._copies.wait_event(torch.cuda.current_stream(self._target.device).record_event())
         with torch.cuda.stream(self._copies):
             out.copy_(states, non_blocking=True)
-        states.record_stream(self._copies)  # its memory is not used again before the copy is done
+        # Its memory is not used again before the copy is done. So beside one forward's activations, whose memory the next
+        # one takes over in the order of their stream, the device holds the planes of the records in the making at most.
+        states.record_stream(self._copies)
+
+
+class _Landing:
+    """A record on its way from the GPU; the next one's forward may be running."""
+
+    def __init__(self, copied: Any, telling: "list[Future[None]]", finite: Tensor, profile: Steps | None) -> None:
+        """copied: the event after its last copy, that of `finite` to page-locked memory."""
+        self._copied, self._telling, self._finite, self._profile = copied, telling, finite, profile
+
+    def done(self) -> bool:
+        return self._copied.query() and all(told.done() for told in self._telling)
+
+    def wait(self) -> None:
+        self._copied.synchronize()
+        for told in self._telling:
+            told.result()
+
+    def finish(self) -> bool:
+        self.wait()
+        if self._profile is not None:
+            self._profile.step_done()
+        return bool(self._finite)
 
 
 def _tell(copied: Any, landed: Landed, start: int, stop: int) -> None:

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,10 +36,7 @@ from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.space import free_bytes, size_text
 from ..common.target_info import TargetInfo
-
-if TYPE_CHECKING:
-    from .worker import StateSource
-
+from .source import Filled, Filling, StateSource
 from .summing import Landed
 
 log = logging.getLogger(__name__)
@@ -228,7 +225,7 @@ class RecordingSource:
     The target behind it is loaded when it is first needed: not at all if all rows of the run are there.
     """
 
-    def __init__(self, info: TargetInfo, recording: Recording, load: Callable[[], "StateSource"]) -> None:
+    def __init__(self, info: TargetInfo, recording: Recording, load: Callable[[], StateSource]) -> None:
         self.info = info
         self._recording, self._load = recording, load
         self._target: StateSource | None = None
@@ -252,15 +249,19 @@ class RecordingSource:
         if self._target is not None:
             self._target.close()
 
-    def record(
+    def settle(self) -> None:
+        if self._target is not None:
+            self._target.settle()
+
+    def begin(
         self,
         tokens: np.ndarray,
         cu_seqlens: np.ndarray,
         out: memoryview,
         progress: Callable[[], None],
         landed: Landed | None = None,
-    ) -> bool:
-        """As `StateSource.record`. A batch of which a row is missing goes through the target whole."""
+    ) -> Filling:
+        """As `StateSource.begin`. A batch of which a row is missing goes through the target whole."""
         bounds = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
         keys = [row_key(tokens[start:stop]) for start, stop in bounds]
         parts = [self._planes(out, len(tokens), start, stop) for start, stop in bounds]
@@ -268,15 +269,12 @@ class RecordingSource:
             self._recording.refresh()
         if all(key in self._recording for key in keys) and self._read(keys, parts, progress):
             self.rows_read += len(keys)
-            return True
+            return Filled(True)
         self.load()
         assert self._target is not None
-        finite = self._target.record(tokens, cu_seqlens, out, progress, landed)
+        filling = self._target.begin(tokens, cu_seqlens, out, progress, landed)
         self.rows_computed += len(keys)
-        if finite:  # what is not finite is refused by the rank and must not come again
-            for key, planes in zip(keys, parts, strict=True):
-                self._recording.write(key, planes)
-        return finite
+        return _Recorded(filling, self._recording, list(zip(keys, parts, strict=True)))
 
     def _read(self, keys: Sequence[bytes], parts: Sequence[list[memoryview]], progress: Callable[[], None]) -> bool:
         for key, planes in zip(keys, parts, strict=True):
@@ -300,13 +298,32 @@ class RecordingSource:
         return parts(data, kind.hidden_size) + parts(scales, SCALE_BYTES)
 
 
+@dataclass(frozen=True)
+class _Recorded:
+    """A record that the target fills; its rows are recorded when it is complete."""
+
+    filling: Filling
+    recording: Recording
+    rows: Sequence[tuple[bytes, Sequence[memoryview]]]  # keys and planes
+
+    def done(self) -> bool:
+        return self.filling.done()
+
+    def finish(self) -> bool:
+        finite = self.filling.finish()
+        if finite:  # what is not finite is refused by the rank and must not come again
+            for key, planes in self.rows:
+                self.recording.write(key, planes)
+        return finite
+
+
 def recording_source(
     run: RunFile,
     info: TargetInfo,
     layer_ids: Sequence[int],
     rows: Rows,
     worker: str,
-    load: Callable[[], "StateSource"],
+    load: Callable[[], StateSource],
 ) -> RecordingSource:
     """The source of a run with `stream.record_to`; its target is loaded now unless every row is recorded."""
     assert run.stream.record_to is not None

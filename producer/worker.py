@@ -2,7 +2,11 @@
 
     start   lock the ring (its incarnation is written then), load the target, check it, warm up, say hello
     loop    hear the feed; lowest batch in hand; a free slot; meta, states, checksum, commit; ready; want
-    stop    SIGTERM at any moment: the batch in hand is given back, the ring stays. Exit 0
+    stop    SIGTERM at any moment: the batches in the making are given back, the ring stays. Exit 0
+
+A record that its source has not completed when `begin` returns, as on a GPU, has the next one begun beside it: the GPU
+goes from one batch to the next while the worker waits for the last copies of the first, sums, commits and announces it.
+What is complete is committed before anything else is begun, and records are committed in the order they were begun.
 
 Nothing is believed because a message said it: the ring is what counts, messages only wake. `work` for another
 incarnation is ignored, a new feed id drops what has not been started, anything malformed is counted, logged once and
@@ -18,11 +22,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import zmq
@@ -37,8 +42,16 @@ from ..common.fingerprint import Fingerprint, run_fingerprint
 from ..common.finished import is_finished
 from ..common.notify import Patience, Watchdog, notify
 from ..common.numa import bind_near
-from ..common.record import RecordMeta, max_rows, record_bytes, slot_bytes, write_meta
-from ..common.ring import Ring, Slot, SlotState
+from ..common.record import (
+    IN_THE_MAKING,
+    RecordMeta,
+    RunningChecksum,
+    max_rows,
+    record_bytes,
+    slot_bytes,
+    write_meta,
+)
+from ..common.ring import Ring, RingInvalid, Slot, SlotState
 from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.target_info import TargetInfo, resolve_layer_ids, target_info
@@ -56,7 +69,8 @@ from ..common.wire import (
     encode,
 )
 from .recording import recording_source
-from .summing import Landed, Summing
+from .source import Filling, StateSource
+from .summing import Summing
 
 log = logging.getLogger(__name__)
 
@@ -64,35 +78,8 @@ TICK_S = 1.0  # between wants, and between looks at marker, ring file and status
 RETRY_S = 0.1  # between attempts to reach a feed that is not there
 PATIENCE_S = 2.0  # a wait longer than this is logged
 FULL_POLL_MS = (1, 20)  # a full ring is looked at so often: nobody says when a slot is freed
+MAKING_POLL_MS = 1  # the same while a record is in the making, whose end nobody says either
 BYE_LINGER_MS = 100
-
-
-class StateSource(Protocol):
-    """What makes states: `capture.TargetSource`, or a stand-in in tests. Knows nothing of rings and messages."""
-
-    info: TargetInfo
-
-    def register(self, address: int, length: int) -> None:
-        """Told of the ring's mapping before the first record."""
-        ...
-
-    def record(
-        self,
-        tokens: np.ndarray,
-        cu_seqlens: np.ndarray,
-        out: memoryview,
-        progress: Callable[[], None],
-        landed: Landed | None = None,
-    ) -> bool:
-        """Writes [planes, T, H] to `out`, complete on return; calls `progress` now and then. Returns: all finite.
-
-        landed: may be told, by any thread and before the return, which bytes of `out` will not change any more.
-        """
-        ...
-
-    def close(self) -> None:
-        """Told before the mapping goes."""
-        ...
 
 
 class Stopped(BaseException):
@@ -296,6 +283,10 @@ class WorkQueue:
         with self._changed:
             return min(self._items, default=None)
 
+    def is_read(self, batch: int) -> bool:
+        """Whether `take` would return at once."""
+        return batch in self._ready
+
     def take(self, batch: int) -> Prepared:
         """Removes a batch that is in the queue, and waits until its rows are read."""
         with self._changed:
@@ -340,6 +331,17 @@ class WorkQueue:
 # The loop ----------------------------------------------------------------------------------------------------------
 
 
+class Making(NamedTuple):
+    """A record that was begun and is not committed."""
+
+    slot: Slot
+    tokens: int
+    length: int  # bytes
+    running: RunningChecksum
+    filling: Filling
+    begun: float  # seconds, monotonic
+
+
 class Worker:
     """One worker's loop, from its first hello until it leaves. `stack` closes ring and source before the bye."""
 
@@ -372,7 +374,10 @@ class Worker:
         self._greeted = False
         self._leaving: str | None = None
         self._dropped = 0
+        self._making: deque[Making] = deque()  # oldest first
+        self._most = min(IN_THE_MAKING, ring.slots)
         self._made = 0
+        self._finished = 0.0  # when the last record was committed; seconds, monotonic
         self._rate = 0.0  # tokens/s while making records, smoothed
         self._waited = 0.0
         self._wait: str | None = None  # what the loop waits for, and since when
@@ -394,7 +399,10 @@ class Worker:
                 log.info("%s: %s after %d records%s", self._name, self._leaving, self._made, dropped)
                 return 0
             finally:
-                self._leave()
+                try:
+                    self._give_back()
+                finally:
+                    self._leave()
         finally:
             context.destroy(linger=BYE_LINGER_MS)
 
@@ -408,6 +416,13 @@ class Worker:
         socket.connect(self._address)
         return socket
 
+    def _give_back(self) -> None:
+        """Drops what is in the making, once its copies are done: a slot that is given back may be filled again."""
+        self._making.clear()
+        self._source.settle()
+        with contextlib.suppress(RingInvalid):  # a ring that is damaged, or another's by now, is not written to
+            self._ring.abandon_all()
+
     def _leave(self) -> None:
         """Lets go of source and ring first, as a bye means that the lock can be probed now."""
         why = f"{self._leaving or 'stopped'} after {self._made} records"
@@ -420,6 +435,7 @@ class Worker:
 
     def _loop(self) -> None:
         while True:
+            self._finish_due()
             self._hear(0)
             if self._pending:
                 raise Stopped(self._pending[0])
@@ -428,18 +444,29 @@ class Worker:
             if self._ring.retired:
                 self._leaving = self._leaving or "retired"
             if self._leaving:
+                while self._making:
+                    self._finish()
                 return
-            batch = self._queue.lowest()
-            slot = None if batch is None else self._ring.claim(batch)
-            if batch is None:
-                self._rest("work", int(max(0.0, self._next_tick - time.monotonic()) * 1000) + 1)
-            elif slot is None:
-                self._rest("a free slot", self._full_poll)
-                self._full_poll = min(2 * self._full_poll, FULL_POLL_MS[1])
-            else:
+            batch = self._next()
+            if batch is not None and (slot := self._ring.claim(batch)) is not None:
                 self._full_poll = FULL_POLL_MS[0]
                 self._resume()
-                self._make(batch, slot)
+                self._begin(batch, slot)
+            elif self._making:
+                self._hear(MAKING_POLL_MS)
+            elif batch is None:
+                self._rest("work", int(max(0.0, self._next_tick - time.monotonic()) * 1000) + 1)
+            else:
+                self._rest("a free slot", self._full_poll)
+                self._full_poll = min(2 * self._full_poll, FULL_POLL_MS[1])
+
+    def _next(self) -> int | None:
+        """The lowest batch in hand; while a record is in the making only if its rows are there, as nothing may keep the
+        worker from committing that record."""
+        batch = self._queue.lowest()
+        if self._making and batch is not None and not self._queue.is_read(batch):
+            return None
+        return batch
 
     # Waiting
 
@@ -475,7 +502,8 @@ class Worker:
             self._leaving = "finished"
         heard = self._want()
         self._next_tick = time.monotonic() + (TICK_S if heard else RETRY_S)
-        self._watchdog.beat()
+        if not self._making:  # else only what the target gets done counts: a GPU may hang while this loop goes round
+            self._watchdog.beat()
         self._told_ready = self._told_ready or notify("READY=1")
         notify(f"STATUS={self._status_line()}")
 
@@ -500,7 +528,7 @@ class Worker:
 
     def _want(self) -> bool:
         """Tells the feed what the worker holds. False if no feed is connected."""
-        held = self._queue.held
+        held = tuple(sorted({*self._queue.held, *self._being_made()}))
         if not self._greeted:
             faults.point("worker.before-hello")
             self._greeted = self._send(Hello(self._name, self._ring.incarnation, held))
@@ -508,6 +536,9 @@ class Worker:
                 faults.point("worker.hello")
             return self._greeted
         return self._send(Want(self._name, self._ring.incarnation, held, self._waited, self._rate))
+
+    def _being_made(self) -> set[int]:
+        return {slot.batch for slot in self._ring.claimed}
 
     def _hear(self, timeout_ms: int) -> None:
         """Takes in all messages that are there; waits for the first up to `timeout_ms`."""
@@ -540,11 +571,11 @@ class Worker:
                 log.info("%s: another trainer, dropping %d batches not started", self._name, len(self._queue.held))
             self._feed = message.feed
             self._queue.clear()
-        committed = {view.batch for view in self._ring.states() if view.state is SlotState.READY}
+        begun = {view.batch for view in self._ring.states() if view.state is SlotState.READY} | self._being_made()
         for item in message.items:
             if (fault := self._queue.fault(item)) is not None:
                 self._drop(f"batch {item.batch:#x}: {fault}")
-            elif item.batch not in committed:
+            elif item.batch not in begun:
                 self._queue.add(item)
         faults.point("worker.work-received")
 
@@ -555,28 +586,19 @@ class Worker:
 
     # A record
 
-    def _make(self, batch: int, slot: Slot) -> None:
-        """Fills the claimed slot and commits it; on any way out before the commit the slot is given back."""
-        started = time.monotonic()
+    def _begin(self, batch: int, slot: Slot) -> None:
+        """Has the claimed slot filled. Where that fails, what was begun before it is committed all the same."""
+        begun = time.monotonic()
         try:
-            prepared = self._queue.take(batch)
-            length, total = self._fill(slot, prepared)
-            faults.point("worker.filled")
-        except BaseException:
+            self._making.append(self._fill(slot, self._queue.take(batch), begun))
+        except Exception:
             self._ring.abandon(slot)
+            while self._making:
+                self._finish()
             raise
-        self._ring.commit(slot, length, total)
-        faults.point("worker.committed-not-sent")
-        self._made += 1
-        rate = len(prepared.tokens) / max(time.monotonic() - started, 1e-6)
-        self._rate = rate if self._made == 1 else 0.8 * self._rate + 0.2 * rate
-        self._send(Ready(self._name, self._ring.incarnation, slot.index, slot.seq, batch))
-        faults.point("worker.sent")
-        self._want()
-        self._watchdog.beat()
 
-    def _fill(self, slot: Slot, prepared: Prepared) -> tuple[int, int]:
-        """Writes meta and states. Returns the record's bytes and checksum."""
+    def _fill(self, slot: Slot, prepared: Prepared, begun: float) -> Making:
+        """Writes the meta and has the states written."""
         spec = self._spec
         meta = RecordMeta(
             batch=prepared.batch,
@@ -594,6 +616,38 @@ class Worker:
         start = write_meta(slot.payload, meta)
         states = slot.payload[start:length]
         running, landed = self._summing.begin(slot.payload, length, start)
-        if not self._source.record(prepared.tokens, prepared.cu_seqlens, states, self._watchdog.beat, landed):
-            log.warning("%s: non-finite states in batch %s", self._name, BatchId.unpack(prepared.batch))
-        return length, running.result()
+        filling = self._source.begin(prepared.tokens, prepared.cu_seqlens, states, self._progress, landed)
+        return Making(slot, len(prepared.tokens), length, running, filling, begun)
+
+    def _progress(self) -> None:
+        """Called while a batch is launched, which may take as long as the forward before it: some targets wait for
+        their device as they run, and no device takes in more than so many kernels ahead."""
+        self._watchdog.beat()
+        if self._making and self._making[0].filling.done():
+            self._finish()
+
+    def _finish_due(self) -> None:
+        """Commits what is complete. Where nothing more may be begun beside it, the oldest record is waited for."""
+        while self._making and (len(self._making) == self._most or self._making[0].filling.done()):
+            self._finish()
+
+    def _finish(self) -> None:
+        """Waits for the oldest record in the making, commits and announces it."""
+        making = self._making.popleft()
+        slot = making.slot
+        if not making.filling.finish():
+            log.warning("%s: non-finite states in batch %s", self._name, BatchId.unpack(slot.batch))
+        total = making.running.result()
+        faults.point("worker.filled")
+        self._ring.commit(slot, making.length, total)
+        faults.point("worker.committed-not-sent")
+        self._made += 1
+        now = time.monotonic()
+        # From the commit before, where this record was begun before that: time that two records share counts once.
+        rate = making.tokens / max(now - max(making.begun, self._finished), 1e-6)
+        self._finished = now
+        self._rate = rate if self._made == 1 else 0.8 * self._rate + 0.2 * rate
+        self._send(Ready(self._name, self._ring.incarnation, slot.index, slot.seq, slot.batch))
+        faults.point("worker.sent")
+        self._want()
+        self._watchdog.beat()

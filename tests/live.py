@@ -31,6 +31,7 @@ from paceline.common.runfile import RunFile, load, to_toml
 from paceline.common.target_info import TargetInfo, resolve_layer_ids
 from paceline.common.telemetry import read_metrics
 from paceline.common.up import Policy, up
+from paceline.producer.source import Filled
 from standins import HIDDEN, LAYERS, SocketGroup, SumLearner, stamp
 
 THIS = Path(__file__)
@@ -69,18 +70,21 @@ class StampSource:
     def register(self, address: int, length: int) -> None:
         time.sleep(self._warm)
 
-    def record(
+    def begin(
         self,
         tokens: np.ndarray,
         cu_seqlens: np.ndarray,
         out: memoryview,
         progress: Callable[[], None],
         landed: Any = None,
-    ) -> bool:
+    ) -> Filled:
         time.sleep(self._seconds)
         states = stamp(tokens, cu_seqlens, len(LAYERS), HIDDEN)
         np.frombuffer(out, np.float32).reshape(states.shape)[:] = states
-        return True
+        return Filled(True)
+
+    def settle(self) -> None:
+        return
 
     def close(self) -> None:
         return

@@ -27,6 +27,7 @@ from paceline.consumer.group import Group, LocalGroup
 from paceline.consumer.job import RankJob, versions
 from paceline.producer import prepare, worker
 from paceline.producer.chat import ChatFormat
+from paceline.producer.source import Filled
 from standins import EXPECTED, HIDDEN, LAYERS, SocketGroup, SumLearner, make_meta, stamp
 from worker_peer import stand_in_info
 
@@ -49,16 +50,19 @@ class StampSource:
     def register(self, address: int, length: int) -> None:
         return
 
-    def record(
+    def begin(
         self,
         tokens: np.ndarray,
         cu_seqlens: np.ndarray,
         out: memoryview,
         progress: Callable[[], None],
         landed: Any = None,
-    ) -> bool:
+    ) -> Filled:
         out[:] = stamp(tokens, cu_seqlens, len(LAYERS), HIDDEN).tobytes()
-        return True
+        return Filled(True)
+
+    def settle(self) -> None:
+        return
 
     def close(self) -> None:
         return

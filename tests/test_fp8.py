@@ -245,7 +245,7 @@ def test_an_error_of_products_is_seen(monkeypatch):
 def test_the_memory_of_layers_is_halved(make_tiny_target):
     folder = make_tiny_target("qwen3")
     info = target_info(str(folder))
-    plain, fp8 = (worker_parts(run_file(folder, fp8=on), info, 3).parts["target's weights"] for on in (False, True))
+    plain, fp8 = (worker_parts(run_file(folder, fp8=on), info, 3, 3).parts["target's weights"] for on in (False, True))
     assert (plain, plain - fp8) == (2 * target_weights(info, 3), layer_weights(info, 3))
     layers = 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
     assert layers < layer_weights(info, 3) < 1.02 * layers, "norms' weights come on top"

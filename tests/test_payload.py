@@ -32,6 +32,7 @@ from paceline.consumer.learner import DFlashLearner
 from paceline.consumer.transfer import Reading, StateReader, view_scales, view_states
 from paceline.producer.capture import TargetSource
 from paceline.producer.recording import Recording, RecordingSource, StateKind
+from paceline.producer.source import Filled
 
 LAYER_IDS = [0, 2]
 
@@ -317,13 +318,14 @@ class Target:
     batches = 0
 
     def register(self, address: int, length: int) -> None: ...
+    def settle(self) -> None: ...
     def close(self) -> None: ...
 
-    def record(self, tokens, cu_seqlens, out, progress, landed=None) -> bool:
+    def begin(self, tokens, cu_seqlens, out, progress, landed=None) -> Filled:
         self.batches += 1
         out[:] = packed(states_of(tokens))
         progress()
-        return True
+        return Filled(True)
 
 
 def states_of(tokens: np.ndarray) -> torch.Tensor:
@@ -340,7 +342,8 @@ def test_rows_are_kept_on_disk_with_their_scales(tmp_path):
         source = RecordingSource(SimpleNamespace(), Recording(tmp_path, kind, "w0"), lambda target=target: target)  # pyright: ignore[reportArgumentType]
         tokens = np.concatenate([rows[i] for i in order])
         out = memoryview(bytearray(states_bytes(2, len(tokens), HIDDEN, FP8)))
-        assert source.record(tokens, np.cumsum([0, *(len(rows[i]) for i in order)]).astype(np.int32), out, lambda: None)
+        cu_seqlens = np.cumsum([0, *(len(rows[i]) for i in order)]).astype(np.int32)
+        assert source.begin(tokens, cu_seqlens, out, lambda: None).finish()
         assert bytes(out) == bytes(packed(states_of(tokens)))
         assert target.batches == batches
         source.close()

@@ -21,6 +21,7 @@ from paceline.producer.recording import (
     recording_source,
     row_key,
 )
+from paceline.producer.source import Filled
 
 KIND = StateKind("some target", (1, 4), last_hidden=True, dtype="float32", hidden_size=8)
 LONG_ROWS = [np.arange(start, start + 10, dtype=np.int32) for start in (0, 11, 22, 33)]  # prepared rows are not short
@@ -45,20 +46,23 @@ class Target:
     def register(self, address: int, length: int) -> None:
         self.mapping = address, length
 
-    def record(
+    def begin(
         self,
         tokens: np.ndarray,
         cu_seqlens: np.ndarray,
         out: memoryview,
         progress: Callable[[], None],
         landed: Any = None,
-    ) -> bool:
+    ) -> Filled:
         self.batches += 1
         whole = np.frombuffer(out, np.float32).reshape(3, len(tokens), 8)
         for start, stop in pairwise(cu_seqlens.tolist()):
             whole[:, start:stop] = states_of(tokens[start:stop])
         progress()
-        return self.finite
+        return Filled(self.finite)
+
+    def settle(self) -> None:
+        return
 
     def close(self) -> None:
         self.closed = True
@@ -68,7 +72,8 @@ def run_batch(source: RecordingSource, *rows: np.ndarray) -> np.ndarray:
     tokens = np.concatenate(rows)
     out = memoryview(bytearray(3 * len(tokens) * 8 * 4))
     beats: list[int] = []
-    assert source.record(tokens, np.cumsum([0, *map(len, rows)]).astype(np.int32), out, lambda: beats.append(1))
+    cu_seqlens = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    assert source.begin(tokens, cu_seqlens, out, lambda: beats.append(1)).finish()
     assert beats
     found = np.frombuffer(out, np.float32).reshape(3, len(tokens), 8)
     expected = np.concatenate([states_of(row) for row in rows], axis=1)
@@ -201,7 +206,7 @@ def test_states_that_are_not_finite_are_not_kept(make):
     source, target = make(target=Target(finite=False))
     tokens = ROWS[0]
     out = memoryview(bytearray(3 * len(tokens) * 8 * 4))
-    assert not source.record(tokens, np.array([0, len(tokens)], np.int32), out, lambda: None)
+    assert not source.begin(tokens, np.array([0, len(tokens)], np.int32), out, lambda: None).finish()
     target.finite = True
     run_batch(source, tokens)
     assert target.batches == 2
