@@ -260,8 +260,8 @@ class TargetSource:
         self._copies.wait_event(torch.cuda.current_stream(self._target.device).record_event())
         with torch.cuda.stream(self._copies):
             out.copy_(states, non_blocking=True)
-        # Its memory is not used again before the copy is done. So beside one forward's activations, whose memory the next
-        # one takes over in the order of their stream, the device holds the planes of the records in the making at most.
+        # Its memory is not used again before the copy is done. So the device holds one forward's activations, whose
+        # memory the next takes over in the order of their stream, and the planes of the records in the making.
         states.record_stream(self._copies)
 
 

@@ -25,7 +25,7 @@ class Worker(NamedTuple):
     retired: bool = False
     incarnation: int = 1
     queue: tuple[int, ...] = ()
-    writing: int | None = None  # slot
+    writing: tuple[int, ...] = ()  # slots, oldest claim first
     feed: int = 0  # the newest feed id it has heard
 
 
@@ -112,7 +112,10 @@ class Model:
         losses: bool = True,
         retires: int = 0,
         late_release: bool = False,
+        making: int = 1,
     ) -> None:
+        """making: records that a worker may be writing at once."""
+        self.making = making
         self.slots, self.batches, self.ranks, self.strict = slots, batches, ranks, strict
         self.epochs, self.epoch_size = epochs, -(-batches // epochs)
         self.losses, self.late_release = losses, late_release
@@ -161,31 +164,40 @@ class Model:
                     yield f"start w{w}", False, set_worker(state, w, born)
                 continue
             assert ring is not None
-            if worker.writing is None and worker.queue:
-                batch = min(worker.queue)
-                at = next((i for i, slot in enumerate(ring) if slot.done == slot.seq or slot.commit != slot.seq), None)
+            waiting = set(worker.queue) - self.written(ring, worker)
+            if waiting and len(worker.writing) < self.making:
+                batch = min(waiting)
+                free = (i for i, slot in enumerate(ring) if slot.done == slot.seq or slot.commit != slot.seq)
+                at = next((i for i in free if i not in worker.writing), None)
                 if at is not None:
                     slot = ring[at]._replace(seq=max(slot.seq for slot in ring) + 1, batch=batch)
-                    claimed = set_worker(set_slot(state, w, at, slot), w, worker._replace(writing=at))
-                    yield f"w{w} claims slot {at} for {batch}", False, claimed
-            if worker.writing is not None:
-                slot = ring[worker.writing]
+                    claimed = worker._replace(writing=(*worker.writing, at))
+                    after = set_worker(set_slot(state, w, at, slot), w, claimed)
+                    yield f"w{w} claims slot {at} for {batch}", False, after
+            if worker.writing:
+                at, *others = worker.writing
+                slot = ring[at]
                 queue = tuple(batch for batch in worker.queue if batch != slot.batch)
-                committed = set_slot(state, w, worker.writing, slot._replace(commit=slot.seq))
+                committed = set_slot(state, w, at, slot._replace(commit=slot.seq))
                 yield (
                     f"w{w} commits {slot.batch}",
                     False,
-                    set_worker(committed, w, worker._replace(queue=queue, writing=None)),
+                    set_worker(committed, w, worker._replace(queue=queue, writing=tuple(others))),
                 )
-            dead = worker._replace(up=False, queue=(), writing=None, feed=0)
+            dead = worker._replace(up=False, queue=(), writing=(), feed=0)
             if state.kills:
                 killed = state._replace(kills=state.kills - 1)
                 yield f"kill w{w}", True, set_worker(killed, w, dead)
                 if not others_gone:
                     yield f"kill w{w} for ever", True, set_worker(killed, w, dead._replace(gone=True))
-            if state.retires and worker.writing is None and not others_gone:
+            if state.retires and not worker.writing and not others_gone:
                 retired = state._replace(retires=state.retires - 1)
                 yield f"retire w{w}", True, set_worker(retired, w, dead._replace(gone=True, retired=True))
+
+    @staticmethod
+    def written(ring: tuple[Slot, ...], worker: Worker) -> set[int]:
+        """Batches of the records that the worker is writing."""
+        return {ring[at].batch for at in worker.writing}
 
     def deliver(self, state: State, message: Work) -> State:
         w, incarnation, feed, batch = message
@@ -195,7 +207,7 @@ class Model:
         queue = set(worker.queue)
         if feed > worker.feed:  # a new feed: what isn't started is dropped
             ring = state.rings[w]
-            queue = {ring[worker.writing].batch} if ring and worker.writing is not None else set()
+            queue = self.written(ring, worker) if ring else set()
         return set_worker(state, w, worker._replace(queue=tuple(sorted(queue | {batch})), feed=feed))
 
     def send(self, label: str, before: State, batch: int, w: int) -> Iterator[Step]:
@@ -260,14 +272,18 @@ class Model:
         for w, ring in enumerate(state.rings):
             contents = []
             for i, slot in enumerate(ring or ()):
-                writing = state.workers[w].writing == i
+                writing = i in state.workers[w].writing
                 kind = 2 if slot.ready else 1 if writing else 0
                 contents.append((kind, slot.batch if kind else -1, kind == 2 and (w, i) in taken))
             rings.append(None if ring is None else tuple(sorted(contents)))
         feed_id = state.feed.id if state.feed else state.feeds
         workers = tuple(
-            worker._replace(incarnation=0, feed=worker.feed == feed_id, writing=worker.writing is not None)
-            for worker in state.workers
+            worker._replace(
+                incarnation=0,
+                feed=worker.feed == feed_id,
+                writing=tuple(ring[at].batch for at in worker.writing) if ring else (),
+            )
+            for worker, ring in zip(state.workers, state.rings, strict=True)
         )
         late = frozenset(
             (w, incarnation == state.workers[w].incarnation, feed == feed_id, batch)

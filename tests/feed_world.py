@@ -78,12 +78,12 @@ class SimWorker:
         )
         self.feed = 0
         self.queue: set[int] = set()
-        self.writing: Slot | None = None
+        self.writing: deque[Slot] = deque()  # oldest claim first
         world.tell_feed(wire.Hello(self.name, self.ring.incarnation, ()))
 
     @property
     def held(self) -> tuple[int, ...]:
-        return (*sorted(self.queue), *([self.writing.batch] if self.writing else []))
+        return (*sorted(self.queue), *(slot.batch for slot in self.writing))
 
     def hear(self, message: wire.Work | wire.StopWorker) -> None:
         if self.ring is None or message.incarnation != self.ring.incarnation or not isinstance(message, wire.Work):
@@ -94,7 +94,7 @@ class SimWorker:
         committed = {slot.batch for slot in self.ring.states() if slot.state is SlotState.READY}
         for item in message.items:
             assert list(item.rows) == self.world.plan.rows(BatchId.unpack(item.batch)).tolist()
-            if item.batch not in committed and (self.writing is None or self.writing.batch != item.batch):
+            if item.batch not in committed and item.batch not in {slot.batch for slot in self.writing}:
                 self.queue.add(item.batch)
 
     def want(self) -> None:
@@ -102,7 +102,7 @@ class SimWorker:
             self.world.tell_feed(wire.Want(self.name, self.ring.incarnation, self.held, 0.0, 1.0))
 
     def work(self, garbage: bool = False) -> bool:
-        """Claim a slot, or commit the record in the making; False if there is nothing to do."""
+        """Claim a slot, or commit the oldest record in the making; False if there is nothing to do."""
         ring = self.ring
         if ring is None:
             return False
@@ -111,17 +111,17 @@ class SimWorker:
             self.kill()
             self.gone = True
             return True
-        if self.writing is not None:
-            slot, self.writing = self.writing, None
+        if self.queue and len(self.writing) < self.world.making and (slot := ring.claim(min(self.queue))) is not None:
+            self.queue.discard(slot.batch)
+            self.writing.append(slot)
+            return True
+        if self.writing:
+            slot = self.writing.popleft()
             np.frombuffer(slot.payload, np.uint64, 2)[:] = (
                 GARBAGE if garbage or slot.batch in self.world.poison else slot.batch
             )
             ring.commit(slot, RECORD_BYTES, 0)
             self.world.tell_feed(wire.Ready(self.name, ring.incarnation, slot.index, slot.seq, slot.batch))
-            return True
-        if self.queue and (slot := ring.claim(min(self.queue))) is not None:
-            self.queue.discard(slot.batch)
-            self.writing = slot
             return True
         return False
 
@@ -221,11 +221,14 @@ class World:
         slots: int = 2,
         prefetch: int = 2,
         strict: bool = True,
+        making: int = 2,
     ) -> None:
+        """making: records that a worker fills at once."""
         base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-test-", dir=base))
         self.plan = plan
         self.slots, self.prefetch, self.strict, self.ranks_wanted = slots, prefetch, strict, ranks
+        self.making = making
         self.now = 0.0
         self.to_feed: list[wire.Message] = []
         self.to_workers: list[tuple[str, wire.Work | wire.StopWorker]] = []
@@ -548,6 +551,7 @@ def random_run(seed: int, steps: int = 250, faults: float = 0.15) -> World:
         slots=draw.randint(1, 3),
         prefetch=draw.randint(1, 3),
         strict=draw.random() < 0.5,
+        making=draw.randint(1, 2),
     )
     world.start_trainer()
     for _ in range(steps):

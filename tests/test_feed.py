@@ -199,10 +199,12 @@ SCHEDULES = [
     pytest.param({"batches": 3, "kills": 0, "retires": 1, **ARRIVAL}, id="a retired ring"),
     pytest.param({"batches": 4, "epochs": 2, "ranks": 2, "kills": 0, **ARRIVAL}, id="two epochs, two ranks"),
     pytest.param({"batches": 3, "ranks": 2, "kills": 1, **NO_LOSS}, id="strict, two ranks"),
+    pytest.param({"batches": 2, "slots": 2, "making": 2, "kills": 1}, id="strict, two records in the making"),
 ]
 LONG_SCHEDULES = [
     pytest.param({"batches": 3, "kills": 2}, id="strict, two kills"),
     pytest.param({"batches": 3, "slots": 2, "kills": 1}, id="strict, two slots"),
+    pytest.param({"batches": 3, "slots": 2, "making": 2, "kills": 1}, id="two records in the making"),
     pytest.param({"batches": 4, "epochs": 2, "ranks": 2, "kills": 1, **ARRIVAL, **NO_LOSS}, id="two epochs, a kill"),
     pytest.param({"batches": 4, "ranks": 2, "kills": 1, **NO_LOSS}, id="strict, two ranks, a kill"),
     pytest.param(
@@ -226,6 +228,7 @@ def test_every_longer_schedule_ends_with_everything_trained_once(shape: dict[str
 
 def test_the_rules_hold_in_the_model() -> None:
     assert explore(Rules(batches=2, kills=1)).problem is None
+    assert explore(Rules(batches=2, slots=2, making=2, kills=1)).problem is None
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,15 @@ class FeedMachine(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         prefetch=st.integers(1, 3),
         strict=st.booleans(),
+        making=st.integers(1, 2),
     )
-    def begin(self, batches, epochs, group, held_out, eval_every, workers, ranks, slots, prefetch, strict) -> None:
+    def begin(
+        self, batches, epochs, group, held_out, eval_every, workers, ranks, slots, prefetch, strict, making
+    ) -> None:
         plan = one_row_batches(batches, epochs=epochs, group=group, held_out=held_out, eval_every=eval_every)
-        self.world = World(plan, workers=workers, ranks=ranks, slots=slots, prefetch=prefetch, strict=strict)
+        self.world = World(
+            plan, workers=workers, ranks=ranks, slots=slots, prefetch=prefetch, strict=strict, making=making
+        )
         self.world.start_trainer()
 
     def worker(self, number: int):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from paceline.producer import worker as worker_module
 
 sys.path.insert(0, str(Path(__file__).parent))
 from waiting import ownerless, until
-from worker_peer import HIDDEN, StandIn, expected_states, stand_in_info
+from worker_peer import HIDDEN, Deferred, StandIn, expected_states, stand_in_info
 
 PEER = Path(__file__).with_name("worker_peer.py")
 LAYER_IDS = [1, 4, 6]
@@ -110,9 +111,9 @@ def feed(run):
 class InThread:
     """Worker 0 in a thread of this process, where messages matter and signals do not."""
 
-    def __init__(self, run, seconds=0.0):
+    def __init__(self, run, source: Any = None):
         self.run = run
-        self.source = StandIn(run.target.path, len(LAYER_IDS), seconds)
+        self.source: Any = source or StandIn(run.target.path, len(LAYER_IDS))
         self.code = None
         self.error = None
         self.thread = threading.Thread(target=self._main, daemon=True)
@@ -310,6 +311,228 @@ def test_a_real_target_is_loaded_checked_and_recorded(run, feed, tiny_target_dir
     assert code == [0]
 
 
+# Two records in the making
+
+
+@pytest.fixture
+def deferred(run):
+    return Deferred(run.target.path, len(LAYER_IDS))
+
+
+def with_slots(run, slots):
+    return run.model_copy(update={"stream": run.stream.model_copy(update={"slots": slots})})
+
+
+def slot_states(ring):
+    return sorted(view.state.name for view in ring.scan().slots)
+
+
+def begun(source, count):
+    until(lambda: len(source.begun) == count)
+
+
+def stop(worker, feed, incarnation):
+    feed.say(wire.StopWorker(incarnation, "finished"))
+    assert worker.join() == 0
+
+
+def test_the_next_record_is_begun_before_one_is_waited_for(run, feed, deferred):
+    """Two at most; committed in the order in which they were begun, each with its own states."""
+    worker = InThread(with_slots(run, 4), deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1, 2)
+    begun(deferred, 2)
+    ring = reader(run)
+    assert slot_states(ring) == ["FREE", "FREE", "WRITING", "WRITING"]
+    deferred.land(0)
+    assert feed.hear(wire.Ready).batch == batch_word(0)
+    assert feed.hear(wire.Want).held == (batch_word(1), batch_word(2))
+    begun(deferred, 3)
+    deferred.land(2)
+    deferred.land(1)
+    readies = [feed.hear(wire.Ready), feed.hear(wire.Ready)]
+    assert [ready.batch for ready in readies] == [batch_word(1), batch_word(2)]
+    assert deferred.log == ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
+    for view in ring.scan().slots:
+        if view.state is SlotState.READY:
+            payload = ring.payload(view)
+            assert checksum(payload, view.length) == view.checksum
+            meta, start = read_meta(payload, view.length)
+            states = np.frombuffer(payload[start : view.length], np.float32).reshape(3, -1, HIDDEN)
+            assert meta.batch == view.batch and np.array_equal(states, expected_states(meta.tokens, 3))
+            del payload, states
+    ring.close()
+    stop(worker, feed, incarnation)
+
+
+def test_a_record_that_is_complete_is_announced_before_another_is_begun(run, feed, deferred):
+    deferred.at_once = True
+    worker = InThread(with_slots(run, 4), deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1)
+    assert [feed.hear(wire.Ready).batch, feed.hear(wire.Ready).batch] == [batch_word(0), batch_word(1)]
+    assert deferred.log == ["begin 0", "finish 0", "begin 1", "finish 1"]
+    stop(worker, feed, incarnation)
+
+
+def test_a_record_waits_for_no_work_and_work_that_comes_is_begun_beside_it(run, feed, deferred):
+    worker = InThread(with_slots(run, 4), deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0)
+    begun(deferred, 1)
+    feed.give(incarnation, 0, 1)  # 0 is held already
+    begun(deferred, 2)
+    deferred.land(0)
+    assert feed.hear(wire.Ready).batch == batch_word(0)
+    assert feed.hear(wire.Want, where=lambda want: want.held).held == (batch_word(1),)
+    feed.give(incarnation, 1, feed=FEED + 1)  # another trainer: what is begun is not dropped, nor begun again
+    assert feed.hear(wire.Want).held == (batch_word(1),), "said each second"
+    deferred.land(1)
+    assert feed.hear(wire.Ready).batch == batch_word(1)
+    assert feed.hear(wire.Want).held == ()
+    assert len(deferred.begun) == 2
+    stop(worker, feed, incarnation)
+
+
+def test_a_slot_that_is_freed_while_a_record_is_made_is_filled(run, feed, deferred):
+    worker = InThread(run, deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1, 2)
+    begun(deferred, 2)
+    deferred.land(0)
+    ready = feed.hear(wire.Ready)
+    ring = reader(run)
+    assert slot_states(ring) == ["READY", "WRITING"] and ring.release(ready.slot, ready.seq)
+    begun(deferred, 3)
+    assert "finish 1" not in deferred.log
+    deferred.land(1)
+    assert feed.hear(wire.Ready).batch == batch_word(1)
+    deferred.land(2)
+    assert feed.hear(wire.Ready).batch == batch_word(2)
+    assert sorted(ready_batches(run).values()) == [batch_word(1), batch_word(2)]
+    ring.close()
+    stop(worker, feed, incarnation)
+
+
+def test_with_one_slot_records_are_made_one_after_the_other(run, feed, deferred):
+    worker = InThread(with_slots(run, 1), deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1)
+    ring = reader(run)
+    for number in (0, 1):
+        begun(deferred, number + 1)
+        deferred.land(number)
+        ready = feed.hear(wire.Ready)
+        assert ready.batch == batch_word(number) and len(deferred.begun) == number + 1
+        ring.release(ready.slot, ready.seq)
+    ring.close()
+    stop(worker, feed, incarnation)
+
+
+def test_a_record_is_committed_while_the_next_is_still_launched(run, feed, deferred):
+    """Some targets wait for their device as they run: their launch takes as long as the forward before it."""
+    launched = threading.Event()
+
+    def launch(progress):
+        deferred.land(0)
+        progress()
+        assert launched.wait(20)
+
+    deferred.launching = {1: launch}
+    worker = InThread(run, deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1)
+    assert feed.hear(wire.Ready).batch == batch_word(0)
+    assert feed.hear(wire.Want).held == (batch_word(1),)
+    launched.set()
+    begun(deferred, 2)
+    deferred.land(1)
+    assert feed.hear(wire.Ready).batch == batch_word(1)
+    stop(worker, feed, incarnation)
+
+
+def test_non_finite_states_are_those_of_their_batch(run, feed, deferred, caplog):
+    deferred.infinite = {1}
+    worker = InThread(with_slots(run, 4), deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 4, 5, 6)
+    for number in range(3):
+        begun(deferred, min(number + 2, 3))
+        deferred.land(number)
+        feed.hear(wire.Ready)
+    warnings = [record.message for record in caplog.records if "non-finite" in record.message]
+    assert warnings == [f"w0: non-finite states in batch {BatchId(Kind.TRAIN, 0, 5)}"]
+    stop(worker, feed, incarnation)
+
+
+def test_the_rate_counts_time_that_two_records_share_once(run, feed, deferred, monkeypatch):
+    worker = InThread(run, deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    now = [time.monotonic()]
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    feed.give(incarnation, 0, 1)
+    begun(deferred, 2)
+    rates = []
+    for number in (0, 1):
+        now[0] += 0.25
+        deferred.land(number)
+        feed.hear(wire.Ready)
+        rates.append(feed.hear(wire.Want).tokens_per_s)
+    first, second = (len(record.tokens) / 0.25 for record in deferred.begun)
+    assert rates == [pytest.approx(first), pytest.approx(0.8 * first + 0.2 * second)]
+    stop(worker, feed, incarnation)
+
+
+def test_what_is_in_the_making_is_committed_before_a_worker_leaves(run, feed, deferred):
+    worker = InThread(with_slots(run, 4), deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0)
+    begun(deferred, 1)
+    feed.say(wire.StopWorker(incarnation, "retired"))
+    assert deferred.begun[0].waited_for.wait(20)
+    deferred.land(0)
+    assert feed.hear(wire.Ready).batch == batch_word(0)
+    assert feed.hear(wire.Bye).incarnation == incarnation
+    assert worker.join() == 0
+    assert list(ready_batches(run).values()) == [batch_word(0)]
+
+
+def test_a_launch_that_fails_leaves_the_record_before_it(run, feed, deferred):
+    failing = threading.Event()
+
+    def fail(progress):
+        failing.set()
+        raise PacelineError("no memory")
+
+    deferred.launching = {1: fail}
+    worker = InThread(run, deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1)
+    assert failing.wait(20)
+    deferred.land(0)
+    assert feed.hear(wire.Ready).batch == batch_word(0)
+    worker.join()
+    assert str(worker.error) == "no memory"
+    ring = reader(run)
+    assert slot_states(ring) == ["FREE", "READY"]
+    ring.close()
+
+
+def test_copies_are_waited_for_before_their_slots_are_given_back(run, feed, deferred):
+    """Whatever ends the worker: here its ring is removed."""
+    worker = InThread(run, deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0)
+    begun(deferred, 1)
+    ring, seen = reader(run), []
+    deferred.at_settle = lambda: seen.append(slot_states(ring))
+    ring_path(run).unlink()
+    worker.join()
+    assert worker.error is not None and "vanished" in str(worker.error)
+    assert seen == [["FREE", "WRITING"]] and slot_states(ring) == ["FREE", "FREE"]
+    ring.close()
+
+
 # As a process: killed, stopped, started twice
 
 
@@ -319,7 +542,7 @@ def start(run, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(run.model_dump()))
     started = []
 
-    def start(seconds=0.0, **environment):
+    def start(seconds: float | str = 0.0, **environment):
         command = [sys.executable, str(PEER), str(tmp_path / "run.json"), "0", str(seconds)]
         process = subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -381,6 +604,38 @@ def test_sigterm_in_a_batch_gives_the_slot_back(run, feed, start):
     scan = ownerless(ring).scan()
     assert all(view.state is SlotState.FREE for view in scan.slots)
     ring.close()
+
+
+def test_sigterm_with_two_records_in_the_making_gives_both_slots_back(run, feed, start):
+    process = start("deferred")
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1)
+    ring = reader(run)
+    until(lambda: slot_states(ring) == ["WRITING", "WRITING"])
+    process.terminate()
+    assert feed.hear(wire.Bye).incarnation == incarnation
+    assert process.wait(20) == 0
+    assert slot_states(ownerless(ring)) == ["FREE", "FREE"]
+    assert "2 records were waited for" in process.stderr.read()
+    ring.close()
+
+
+def test_two_records_in_the_making_of_a_killed_worker_are_made_again(run, feed, start):
+    process = start("deferred")
+    killed = feed.hear(wire.Hello)
+    feed.give(killed.incarnation, 0, 1)
+    ring = reader(run)
+    until(lambda: slot_states(ring) == ["WRITING", "WRITING"])
+    process.kill()
+    process.wait(20)
+    ownerless(ring)
+    again = InThread(run)
+    hello = feed.hear(wire.Hello, where=lambda hello: hello.incarnation != killed.incarnation)
+    assert hello.held == () and slot_states(ring) == ["FREE", "FREE"] and not ring.replaced()
+    feed.give(hello.incarnation, 0, 1)
+    until(lambda: sorted(ready_batches(run).values()) == [batch_word(0), batch_word(1)])
+    ring.close()
+    stop(again, feed, hello.incarnation)
 
 
 def test_a_second_worker_of_one_name_is_refused_and_a_signal_ends_the_wait_for_a_trainer(run, start):

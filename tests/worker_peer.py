@@ -1,11 +1,12 @@
 """A worker with a stand-in for the target: `worker_peer.py RUN.json INDEX [SECONDS]`; also imported by test_worker.py.
 
-SECONDS is how long each record takes.
+SECONDS is how long each record takes; with "deferred" records are only complete once they are settled.
 """
 
 import json
 import logging
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -74,11 +75,77 @@ class StandIn:
         self.closed = True
 
 
+class Deferred:
+    """Runs like a GPU: records are begun at once and complete when `land` says so. `log`: what was asked of it."""
+
+    def __init__(self, folder, planes):
+        self.info = stand_in_info(folder)
+        self.planes = planes
+        self.begun = []
+        self.log = []
+        self.at_once = False  # land in `begin`
+        self.infinite = set()  # numbers of records with a state that is not finite
+        self.launching = {}  # number of a record: what its launch does, told `progress`
+        self.at_settle = lambda: None
+
+    def register(self, address, length):
+        pass
+
+    def begin(self, tokens, cu_seqlens, out, progress, landed=None):
+        number = len(self.begun)
+        self.log.append(f"begin {number}")
+        record = DeferredRecord(self, number, tokens, out, landed)
+        self.begun.append(record)
+        if launch := self.launching.get(number):
+            launch(progress)
+        if self.at_once:
+            record.land()
+        return record
+
+    def land(self, number):
+        self.begun[number].land()
+
+    def settle(self):
+        self.at_settle()
+        waiting = [record for record in self.begun if not record.landed.is_set()]
+        for record in waiting:
+            record.land()
+        logging.info("%d records were waited for", len(waiting))
+
+    def close(self):
+        pass
+
+
+class DeferredRecord:
+    def __init__(self, source, number, tokens, out, tell):
+        self.source, self.number, self.tokens, self.out, self.tell = source, number, tokens, out, tell
+        self.landed, self.waited_for = threading.Event(), threading.Event()
+
+    def land(self):
+        states = np.frombuffer(self.out, np.float32).reshape(self.source.planes, len(self.tokens), HIDDEN)
+        states[:] = expected_states(self.tokens, self.source.planes)
+        if self.number in self.source.infinite:
+            states[0, 0, 0] = np.inf
+        self.tell(0, len(self.out))
+        del self.out, self.tell
+        self.landed.set()
+
+    def done(self):
+        return self.landed.is_set()
+
+    def finish(self):
+        self.waited_for.set()
+        while not self.landed.wait(0.02):  # in steps, so that a signal is handled
+            pass
+        self.source.log.append(f"finish {self.number}")
+        return self.number not in self.source.infinite
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     run = RunFile.model_validate(json.loads(Path(sys.argv[1]).read_text()))
-    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
-    source = StandIn(run.target.path, len(run.target.layer_ids or ()), seconds)
+    planes, how = len(run.target.layer_ids or ()), sys.argv[3] if len(sys.argv) > 3 else "0"
+    source = Deferred(run.target.path, planes) if how == "deferred" else StandIn(run.target.path, planes, float(how))
     try:
         sys.exit(worker.main(run, int(sys.argv[2]), source=source))
     except PacelineError as error:
