@@ -20,6 +20,7 @@ from paceline.common.footprint import (
     ring_bytes,
     slots_of,
     target_weights,
+    worker_parts,
 )
 from paceline.common.forecast import Rates, advice, forecast, live_rates, placed_rate, splits
 from paceline.common.planner import Gpu, make_plan, plan_json, plan_lines
@@ -141,6 +142,23 @@ def test_memory_measured_on_an_h200():
     )
     assert slots_of(run, 3072) == 8192
     assert rank_parts(run, QWEN3_8B, 3072).total - CONTEXT == pytest.approx(26.8 * GIB, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("slots", "gpus", "records"),
+    [(4, 1, 2), (1, 1, 1), (4, 2, 1)],
+    ids=["two in the making", "one slot", "a shared target"],
+)
+def test_a_worker_has_room_for_the_states_of_the_records_in_the_making(slots, gpus, records):
+    run = make_run(
+        data={"rows": "rows", "max_length": 64},
+        stream={"token_budget": 256, "slots": slots},
+        target={"path": "nowhere", "dtype": "bfloat16"},
+        workers={"gpus_per_worker": gpus},
+    )
+    found = worker_parts(run, INFO, 1, 3).parts["states on their way to the ring"]
+    assert found == records * 3 * 256 * INFO.hidden_size * 2
+    assert worker_parts(run, INFO, 1, 3, "cpu").parts["states on their way to the ring"] == 0
 
 
 def test_the_weights_are_those_of_the_drafter():

@@ -202,6 +202,27 @@ def test_a_damaged_row_is_recorded_anew(make, tmp_path, caplog):
     assert target.batches == 1
 
 
+def test_rows_are_kept_once_their_record_is_complete(make, monkeypatch):
+    source, target = make()
+    landed: list[bool] = []
+    begin = target.begin
+
+    class Landing(Filled):
+        def done(self) -> bool:
+            return bool(landed)
+
+    monkeypatch.setattr(target, "begin", lambda *given: Landing(begin(*given).finite))
+    out = memoryview(bytearray(3 * len(ROWS[0]) * 8 * 4))
+    filling = source.begin(ROWS[0], np.array([0, len(ROWS[0])], np.int32), out, lambda: None)
+    assert not filling.done()
+    run_batch(source, ROWS[0])
+    assert target.batches == 2, "the first record was not complete"
+    landed.append(True)
+    assert filling.done() and filling.finish()
+    run_batch(source, ROWS[0])
+    assert target.batches == 2
+
+
 def test_states_that_are_not_finite_are_not_kept(make):
     source, target = make(target=Target(finite=False))
     tokens = ROWS[0]

@@ -160,6 +160,19 @@ def test_a_record_longer_than_the_slot_is_not_committed(path: Path):
         ring.commit(slot, ring.slot_bytes + 1, 0)
 
 
+def test_all_claimed_slots_are_given_back_at_once(path: Path):
+    ring = open_ring(path, slots=3)
+    first, second, third = (ring.claim(batch) for batch in (7, 8, 9))
+    assert first is not None and second is not None and third is not None
+    ring.commit(second, 8, 0)
+    assert [slot.batch for slot in ring.claimed] == [7, 9]
+    ring.abandon_all()
+    assert ring.claimed == ()
+    assert sorted(view.state.name for view in ring.states()) == ["FREE", "FREE", "READY"]
+    again = ring.claim(7)
+    assert again is not None and again.seq > third.seq
+
+
 # Two processes
 
 

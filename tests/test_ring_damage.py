@@ -116,8 +116,9 @@ def test_a_ring_truncated_under_both_sides_is_refused(folder: Path, plan: Plan, 
     ring = open_ring(folder / "w0.ring")
     reader = RingReader.open(ring.path)
     slot, seq = commit(ring, make_meta(plan, rows, BatchId(Kind.TRAIN, 0, 0)))
+    assert ring.claim(2) is not None
     os.truncate(ring.path, size)
-    for look in (reader.scan, ring.states, lambda: ring.claim(1), lambda: ring.retired):
+    for look in (reader.scan, ring.states, lambda: ring.claim(1), lambda: ring.retired, ring.abandon_all):
         with pytest.raises(RingInvalid, match=r"w0\.ring: "):
             look()
     for act in (reader.holds, reader.release, lambda slot, seq: reader.take(slot, seq, 7)):

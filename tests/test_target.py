@@ -462,6 +462,80 @@ def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kin
     assert float(error.quantile(0.95)) < 0.1 and float(error.mean()) < 0.05
 
 
+@pytest.fixture
+def records(tiny_target_dir):
+    """A source on a GPU whose target gives infinite states to token 7, and for each batch its tokens, offsets and
+    page-locked place. The middle batch has token 7."""
+    run = run_file(tiny_target_dir, layer_ids=LAYER_IDS, last_hidden=True, dtype="bfloat16")
+    source = TargetSource.load(run, target_info(str(tiny_target_dir)), LAYER_IDS, "cuda:0")
+    with torch.no_grad():
+        source.target.decoder.get_input_embeddings().weight[7] = torch.inf
+    mapping = mmap.mmap(-1, 1 << 22)
+    source.register(torch.frombuffer(mapping, dtype=torch.uint8).data_ptr(), len(mapping))
+    batches, first = [], 0
+    for number, lengths in enumerate(([9, 400, 23], [38, 300], [120, 8, 77])):
+        tokens, cu_seqlens = batch(lengths=lengths)
+        ids = tokens.numpy().astype(np.int32)
+        ids[ids == 7] = 8
+        ids[0] = 7 if number == 1 else 8
+        size = 4 * len(ids) * 64 * 2
+        batches.append((ids, np.asarray(cu_seqlens), memoryview(mapping)[first : first + size]))
+        first += -(-size // 4096) * 4096
+    yield source, batches
+    source.close()
+
+
+def noting(notes):
+    return lambda start, stop: notes.append((start, stop))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_records_that_are_made_at_once_are_those_made_one_after_the_other(records):
+    """Bytes, flags of non-finite states and what was told to have landed."""
+    source, batches = records
+    found = [(source.record(*one, lambda: None), bytes(one[2])) for one in batches]
+    assert [finite for finite, _ in found] == [True, False, True]
+    for _ in range(5):
+        for _, _, out in batches:
+            out[:] = bytes(len(out))
+        landed = [[] for _ in batches]
+        fillings = [source.begin(*one, lambda: None, noting(notes)) for one, notes in zip(batches, landed, strict=True)]
+        for filling, one, notes, (finite, states) in zip(fillings, batches, landed, found, strict=True):
+            assert filling.finish() == finite and filling.done()
+            assert bytes(one[2]) == states
+            assert sum(stop - start for start, stop in notes) == len(states)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_records_are_launched_while_the_gpu_is_busy(records):
+    source, batches = records
+    for filling in [source.begin(*one, lambda: None) for one in batches]:  # makes room for them
+        filling.finish()
+    torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
+    fillings = [source.begin(*one, lambda: None) for one in batches]
+    assert not any(filling.done() for filling in fillings), "a launch waited for the GPU"
+    fillings[0].finish()
+    source.settle()
+    assert all(filling.done() for filling in fillings)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_interrupted_launch_waits_for_all_copies(records):
+    source, batches = records
+    calls = []
+
+    def stop():
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    torch.cuda._sleep(1_000_000_000)
+    filling = source.begin(*batches[0], lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        source.begin(*batches[2], stop)
+    assert filling.done() and filling.finish()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, monkeypatch):
     tokens, cu_seqlens = batch(lengths=[9, 400, 23, 38, 700, 8])
