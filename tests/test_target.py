@@ -468,8 +468,8 @@ def records(tiny_target_dir):
     page-locked place. The middle batch has token 7."""
     run = run_file(tiny_target_dir, layer_ids=LAYER_IDS, last_hidden=True, dtype="bfloat16")
     source = TargetSource.load(run, target_info(str(tiny_target_dir)), LAYER_IDS, "cuda:0")
-    with torch.no_grad():
-        source.target.decoder.get_input_embeddings().weight[7] = torch.inf
+    embedding: Any = source.target.decoder.get_input_embeddings()
+    embedding.weight.data[7] = torch.inf
     mapping = mmap.mmap(-1, 1 << 22)
     source.register(torch.frombuffer(mapping, dtype=torch.uint8).data_ptr(), len(mapping))
     batches, first = [], 0
