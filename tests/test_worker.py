@@ -394,6 +394,45 @@ def test_a_record_waits_for_no_work_and_work_that_comes_is_begun_beside_it(run, 
     stop(worker, feed, incarnation)
 
 
+def test_a_record_waits_for_no_rows_of_another_batch(run, feed, deferred, monkeypatch):
+    there, prepare = threading.Event(), worker_module.prepare
+
+    def slow(rows, item):
+        assert item.batch == batch_word(0) or there.wait(20)
+        return prepare(rows, item)
+
+    monkeypatch.setattr(worker_module, "prepare", slow)
+    worker = InThread(with_slots(run, 4), deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0, 1)
+    begun(deferred, 1)
+    deferred.land(0)
+    assert feed.hear(wire.Ready).batch == batch_word(0)
+    there.set()
+    begun(deferred, 2)
+    deferred.land(1)
+    assert feed.hear(wire.Ready).batch == batch_word(1)
+    stop(worker, feed, incarnation)
+
+
+def test_a_device_that_hangs_does_not_feed_the_watchdog(run, feed, deferred, monkeypatch):
+    beats = []
+    monkeypatch.setattr(worker_module, "Watchdog", lambda: SimpleNamespace(beat=lambda: beats.append(1)))
+    worker = InThread(run, deferred)
+    incarnation = feed.hear(wire.Hello).incarnation
+    feed.give(incarnation, 0)
+    begun(deferred, 1)
+    feed.hear(wire.Want, where=lambda want: want.held)
+    before = len(beats)
+    feed.hear(wire.Want), feed.hear(wire.Want)
+    assert before and len(beats) == before
+    deferred.land(0)
+    feed.hear(wire.Ready)
+    feed.hear(wire.Want)
+    until(lambda: len(beats) > before)
+    stop(worker, feed, incarnation)
+
+
 def test_a_slot_that_is_freed_while_a_record_is_made_is_filled(run, feed, deferred):
     worker = InThread(run, deferred)
     incarnation = feed.hear(wire.Hello).incarnation
