@@ -10,8 +10,10 @@ keys that any of its slots sees (`_stretch`): without a mask where all do, with 
 import triton
 import triton.language as tl
 
-# They vary: a kernel for each remainder of 16 would be compiled in the middle of a run.
+# They vary: a kernel for each remainder of 16, and for each place of a table in what was sent to the device as one,
+# would be compiled in the middle of a run, for a second or more.
 COUNTS = ["slots", "context", "count"]
+TABLES = ["low", "high", "own_low", "own_high", "seen_first", "seen_past"]
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def _stretch(low, high, valid, N: tl.constexpr):
     return first, whole, past, last
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def forward_kernel(
     q, keys, values, own_keys, own_values, low, high, own_low, own_high, out, lse,
     slots, context, group, scale,
@@ -133,7 +135,7 @@ def _query_slopes(
     return dq
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def queries_kernel(
     q, keys, values, own_keys, own_values, low, high, own_low, own_high, out, lse, slope, delta, dq,
     slots, context, group, scale, unit,
@@ -177,7 +179,7 @@ def queries_kernel(
     tl.store(at, (acc * unit).to(dq.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def keys_kernel(
     q, keys, values, low, high, seen_first, seen_past, lse, slope, delta, dk, dv,
     slots, count, group, scale, unit,

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch._dynamo.utils import counters
 
 from ..common.batch import BatchId, Kind
 from ..common.dataset import prepared_rows
@@ -44,17 +43,17 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     records = [(meta, memoryview(random_states(meta, on_gpu=on_gpu))) for meta in metas]
     doing("trainer alone: first steps, compiling" if device.startswith("cuda") else "trainer alone: first steps")
     done, tokens, begun = 0, 0, time.perf_counter()
-    graphs = math.inf  # until all has been compiled once
+    compiled = math.inf  # until all has been compiled once
     ahead = Ahead(learner, lambda call: (*records[call % RECORDS], call))
     while done < WARM + 2 or time.perf_counter() - begun < seconds:
         meta, _ = records[done % RECORDS]
         ahead.train_next()
         learner.step(learner.sums(), run.optimizer.lr)  # waits for the device
         done, tokens = done + 1, tokens + len(meta.tokens)
-        late = counters["stats"]["unique_graphs"] > graphs and done <= 2 * WARM  # what is compiled late is no step
+        late = learner.compiled() > compiled and done <= 2 * WARM  # what is compiled late is no step
         if done == WARM or late:
             doing("trainer alone")
-            graphs, tokens, begun = counters["stats"]["unique_graphs"], 0, time.perf_counter()
+            compiled, tokens, begun = learner.compiled(), 0, time.perf_counter()
     rate = tokens / (time.perf_counter() - begun)
     peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
     return {"tokens_per_s": rate, "steps": done, "peak_bytes": peak}

@@ -25,6 +25,10 @@ BLOCK = 4096  # logits a program takes at a time
 WARPS = 8
 ADD_BLOCK = 2048
 
+# A chunk's slots begin anywhere in a micro-batch's: a kernel for each alignment of theirs would be compiled late.
+COLUMNS = ["labels", "weights", "ce", "right", "entropy", "lse_out", "target_lse", "kl", "overlap", "below", "lse_in"]
+COLUMNS += ["entropy_in", "ce_by", "kl_by", "overlap_by", "entropy_by"]
+
 
 @triton.jit
 def _softmax_walk(row, label, size, BLOCK: tl.constexpr):
@@ -47,7 +51,7 @@ def _softmax_walk(row, label, size, BLOCK: tl.constexpr):
     return top, total, mean, best, tl.load(row + label).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _cross_entropy_kernel(
     logits, labels, weights, ce, right, size, stride, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -67,7 +71,7 @@ def _cross_entropy_kernel(
             tl.store(row + at, slope.to(logits.dtype.element_ty), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _stats_kernel(
     logits, target, labels, ce, right, entropy, lse_out, target_lse, kl, overlap, below, size, stride,
     TARGET: tl.constexpr, BLOCK: tl.constexpr,
@@ -104,7 +108,7 @@ def _stats_kernel(
         tl.store(below + i, less)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _slopes_kernel(
     logits, target, labels, lse_in, entropy_in, target_lse, below, ce_by, kl_by, overlap_by, entropy_by, size, stride,
     TARGET: tl.constexpr, BLOCK: tl.constexpr,
@@ -219,3 +223,12 @@ def swiglu_slopes(both: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
             both, inner, slopes, mixed, size, inner.stride(0), BLOCK=ADD_BLOCK
         )
     return slopes, mixed
+
+
+def variants() -> int:
+    """How many kernels of ours, compiled for what they were called with, this process has."""
+    from . import attention_kernels
+
+    own = [*vars(attention_kernels).values(), *globals().values()]
+    caches = [cache for kernel in own for cache in getattr(kernel, "device_caches", {}).values()]
+    return sum(len(compiled) for compiled, *_ in caches)

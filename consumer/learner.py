@@ -291,7 +291,7 @@ class DFlashLearner:
             context = self.drafter.project_context(found.features, micro.positions)
             self._score(micro.slots, context, len(micro.rows.tokens), found.last)
             self._chain(micro.rows, context)
-        self._graphs = counters["stats"]["unique_graphs"]  # an evaluation's are its own
+        self._graphs = self.compiled()  # an evaluation's are its own
 
     def _micros(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> Iterator[tuple[_Micro, _States]]:
         """A record's micro-batches with their states, as prepared if they were."""
@@ -517,9 +517,13 @@ class DFlashLearner:
             self.discard()
         return StepResult(finite and math.isfinite(norm), norm, summary)
 
+    def compiled(self) -> int:
+        """How much this process has compiled: graphs, and kernels of ours."""
+        return counters["stats"]["unique_graphs"] + (kernel_variants() if self.device.type == "cuda" else 0)
+
     def _watch_compiler(self) -> None:
-        """Warns of graphs that were compiled after the first steps: all sizes are symbols, so none should be."""
-        graphs = counters["stats"]["unique_graphs"]
+        """Warns of what was compiled after the first steps: all sizes are symbols, so nothing should be."""
+        graphs = self.compiled()
         self._steps += 1
         if self._steps > WARM_STEPS and graphs > self._graphs:
             log.warning("the drafter was compiled anew at the %dth step of this process", self._steps)
@@ -557,6 +561,13 @@ class DFlashLearner:
         copy_strictly(self.weights.views(self.weights.masters), model, f"{folder / MODEL_FILE}")
         self.weights.publish()
         self.discard()
+
+
+def kernel_variants() -> int:
+    """Imported on first use: a CPU run never needs Triton."""
+    from .kernels import variants
+
+    return variants()
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

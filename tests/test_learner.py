@@ -418,12 +418,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @needs_gpu
 def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
-    """Once two records have been trained, others of any size cost no synchronisation and no new graph."""
+    """Once some records have been trained, others of any size cost no synchronisation, no new graph and no kernel."""
     learner = make_learner(device="cuda", dtype=torch.bfloat16, trainer={"micro_tokens": 50})
     for group in ((0, 1, 2), (3, 4), (0,)):
         train(learner, group)
         learner.step(learner.sums(), 1e-3)
-    graphs = dict(counters["stats"])
+    compiled = learner.compiled()
     records = [
         (ROWS.pick(*g).meta([IDS[row] for row in g]), pinned(ROWS.pick(*g).memory())) for g in ((1, 4), (2,), (0, 3, 4))
     ]
@@ -436,7 +436,7 @@ def test_records_are_trained_without_waiting_for_the_gpu_or_compiling_again():
                 learner.train_record(meta, states, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert counters["stats"]["unique_graphs"] == graphs["unique_graphs"]
+    assert compiled > 0 and learner.compiled() == compiled
     assert np.isfinite(learner.sums()).all()
 
 
