@@ -425,6 +425,7 @@ def convert_gguf(path: Path, out: Path) -> None:
             setattr(config, name, float(str(np.float32(value))))
     config.architectures = [type(skeleton).__name__]
     config.save_pretrained(out)
+    tokenizer.clean_up_tokenization_spaces = False  # GGUF knows nothing of it, and to clean up is not to give the text
     tokenizer.save_pretrained(out)
 
 
