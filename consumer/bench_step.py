@@ -97,6 +97,7 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     buffer = random_states(meta, on_gpu=device.type == "cuda")
     try:
         repetitions = _time(learner, meta, memoryview(buffer), device, options, name)
+        learner.check_compiled()  # a step that learns nothing is fast
     finally:
         forget_states(buffer, on_gpu=device.type == "cuda")
     peak, computing = (max(values) for values in zip(*((one.peak, one.computing) for one in repetitions), strict=True))

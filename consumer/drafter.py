@@ -431,6 +431,11 @@ class Drafter(nn.Module):
         dynamo_config.recompile_limit = max(64, dynamo_config.recompile_limit)
         self._parts = Parts(*(compiled(part, backend) for part in PLAIN_PARTS))
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile_parts` was called."""
+        return self._parts is not PLAIN_PARTS
+
     def forward(
         self, features: Tensor, context_positions: Tensor, embeds: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:

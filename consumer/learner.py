@@ -39,7 +39,7 @@ from .drafter import (
     check_mask_token,
     pad_token_id,
 )
-from .linears import ALIGNED, DraftMLP, check_fp8, use_fp8
+from .linears import ALIGNED, DraftMLP, check_fp8, use_fp8, without_fp8
 from .losses import (
     SCALARS,
     Quantised,
@@ -73,6 +73,9 @@ log = logging.getLogger(__name__)
 Key = tuple[int, int | None]  # of a record: its batch and the epoch, None in an evaluation
 WARM_STEPS = 3  # after which nothing should be compiled any more
 AHEAD = 4  # records whose blocks are kept; a rank holds two
+CHECK_ROWS, CHECK_LENGTH = 4, 96  # of the comparison of compiled gradients with plain ones
+LEAST_SHARE = 0.01  # of the whole gradient's norm, for one weight's to be compared
+LEAST_ALIKE = 0.5  # cosine and ratio to the plain gradient
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
 CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -450,26 +453,17 @@ class DFlashLearner:
         self._sums[SCALARS.index("chain_blocks")] += chains.blocks
 
     def rehearse(self) -> None:
-        """Takes the largest micro-batch that can come forward and backward and drops all that came of it.
+        """Takes the largest micro-batch that can come forward and backward, then compares the gradients of a small one
+        with plain ones where the drafter is compiled; drops all that came of it.
 
-        So a run that does not fit the device's memory ends in its first minute, with what to change (ConfigError), and
-        kernels are compiled for it. Weights, optimiser, sums and random states stay as they were.
+        So a run that does not fit the device's memory, or would learn wrongly, ends in its first minute, with what to
+        change (ConfigError), and kernels are compiled for the largest sizes. Weights, optimiser, sums and random states
+        stay as they were.
         """
         run, tokens = self._run, min(self._run.trainer.micro_tokens, self._run.stream.token_budget)
         bounds = [*range(0, max(tokens - 1, 1), run.data.max_length), max(tokens, run.data.max_length)]
         size = bounds[-1]
-        meta = RecordMeta(
-            batch=0,
-            row_ids=np.arange(len(bounds) - 1, dtype=np.int64),
-            cu_seqlens=np.array(bounds, np.int32),
-            tokens=np.zeros(size, np.int32),
-            mask=np.ones(size, np.uint8),
-            layer_ids=self.config.target_layer_ids,
-            dtype=run.record_dtype,
-            hidden_size=self.config.hidden_size,
-            last_hidden="before_norm" if run.target.last_hidden else "none",
-            fingerprint=0,
-        )
+        meta = self._made_up(bounds, np.zeros(size, np.int32))
         states = bytearray(meta.states_bytes)
         try:
             self.train_record(meta, memoryview(states), EVAL_EPOCH)
@@ -481,6 +475,54 @@ class DFlashLearner:
             ) from error
         finally:
             self.discard()
+        self.check_compiled()
+
+    def check_compiled(self) -> None:
+        """ConfigError if the compiled step, in fp8 or not, has other gradients than the same step run plainly.
+
+        To be called once kernels were compiled for large sizes: the first sizes decide how sums are split.
+        """
+        if not self.drafter.is_compiled:
+            return
+        length = min(CHECK_LENGTH, self._run.data.max_length)
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.config.vocab_size, (CHECK_ROWS * length,), generator=draw, dtype=torch.int32)
+        meta = self._made_up(range(0, len(tokens) + 1, length), tokens.numpy())
+        states = memoryview(bytearray(meta.states_bytes))
+        view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
+        view.copy_(torch.randn(view.shape, generator=draw))
+        if meta.dtype == FP8:
+            view_scales(states, meta.states_shape).fill_(1.0)
+        try:
+            eight, self._eight = self._eight, None
+            with torch.compiler.set_stance("force_eager"), without_fp8(self.drafter):
+                self.train_record(meta, states, EVAL_EPOCH)
+            self._eight = eight
+            plain = self.weights.gradients.to(self.weights.compute.dtype, copy=True)
+            self.discard()
+            self.train_record(meta, states, EVAL_EPOCH)
+            views = (self.weights.views(flat) for flat in (self.weights.gradients, plain))
+            fault = gradient_fault(*views)
+        finally:
+            self.discard()
+        if fault is not None:
+            do = "leave trainer.fp8 out" if self._run.trainer.fp8 else "use another version of torch"
+            raise ConfigError(f"the drafter compiled by torch {torch.__version__} has wrong gradients: {fault}; {do}")
+
+    def _made_up(self, bounds: Sequence[int], tokens: NDArray[np.int32]) -> RecordMeta:
+        """A record of no batch whose rows have these bounds, every token supervised."""
+        return RecordMeta(
+            batch=0,
+            row_ids=np.arange(len(bounds) - 1, dtype=np.int64),
+            cu_seqlens=np.array(bounds, np.int32),
+            tokens=tokens,
+            mask=np.ones(len(tokens), np.uint8),
+            layer_ids=self.config.target_layer_ids,
+            dtype=self._run.record_dtype,
+            hidden_size=self.config.hidden_size,
+            last_hidden="before_norm" if self._run.target.last_hidden else "none",
+            fingerprint=0,
+        )
 
     # Steps
 
@@ -561,6 +603,22 @@ class DFlashLearner:
         copy_strictly(self.weights.views(self.weights.masters), model, f"{folder / MODEL_FILE}")
         self.weights.publish()
         self.discard()
+
+
+def gradient_fault(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with the first gradient of some weight that points elsewhere, or is of another size, than wanted;
+    None if none does. Roundings move them too, fp8's by a few per cent: what is sought are gradients that are not there
+    or of something else."""
+    total = torch.stack([part.float().norm() for part in wanted.values()]).norm()
+    for name, part in wanted.items():
+        mine, other = found[name].float().flatten(), part.float().flatten()
+        size, due = mine.norm(), other.norm()
+        alike = float(mine @ other / (size * due).clamp_min(1e-30))
+        if due > LEAST_SHARE * total and not (
+            alike > LEAST_ALIKE and LEAST_ALIKE < float(size / due) < 1 / LEAST_ALIKE
+        ):
+            return f"that of {name} is {float(size / due):.2g} times as large, its cosine {alike:.2g}"
+    return None
 
 
 def kernel_variants() -> int:

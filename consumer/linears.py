@@ -9,6 +9,8 @@ products, so `learner.py` may change how these are computed:
                 whose sums over thousands of slots are what training needs exact (`trainer.fp8`)
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,14 +68,38 @@ def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor
 
 def _forward_product(x: Tensor, weight: Tensor, fp8: bool) -> Tensor:
     """x [n, K] through weight [N, K]."""
-    return scaled_matmul(*quantise(x), *quantise(weight), x.dtype) if fp8 else x @ weight.t()
+    return fp8_product(*quantise(x), *quantise(weight), x, True) if fp8 else x @ weight.t()
 
 
 def _backward_product(slope: Tensor, weight: Tensor, fp8: bool) -> Tensor:
     """The slope of x from that [n, N] of `_forward_product`."""
     if not fp8:
         return slope @ weight
-    return scaled_matmul(*quantise(slope), *quantise(weight.t().contiguous()), slope.dtype, fast=False)
+    return fp8_product(*quantise(slope), *quantise(weight.t().contiguous()), slope, False)
+
+
+@torch.library.custom_op("paceline::fp8_product", mutates_args=())
+def fp8_product(
+    values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, original: Tensor, fast: bool
+) -> Tensor:
+    """`scaled_matmul` of what `original` was quantised to, differentiable in name where `original` is.
+
+    torch 2.11 compiles an autograd function whose result comes of an operator without a derivative, as
+    `torch._scaled_mm` is one, as if it had none itself: all gradients before it are then zero.
+    """
+    return scaled_matmul(values, scale, weight, weight_scale, original.dtype, fast=fast)
+
+
+@fp8_product.register_fake
+def _(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, original: Tensor, fast: bool) -> Tensor:
+    return original.new_empty(len(values), len(weight))
+
+
+def _never(*_: Any) -> None:
+    raise RuntimeError("the functions that use it have derivatives of their own")
+
+
+fp8_product.register_autograd(_never)
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -152,6 +178,19 @@ def use_fp8(drafter: nn.Module) -> None:
             inside = [module.gate_proj, module.up_proj, module.down_proj]
         sizes = [size for layer in inside for size in layer.weight.shape]
         if all(size % ALIGNED == 0 for size in sizes):
+            module.fp8 = True
+
+
+@contextlib.contextmanager
+def without_fp8(drafter: nn.Module) -> Iterator[None]:
+    """Has plain products for as long as it lasts."""
+    eight: list[Any] = [module for module in drafter.modules() if getattr(module, "fp8", False)]
+    for module in eight:
+        module.fp8 = False
+    try:
+        yield
+    finally:
+        for module in eight:
             module.fp8 = True
 
 

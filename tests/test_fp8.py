@@ -1,6 +1,7 @@
 """fp8 matmuls: their rounding error is the format's, a token's scale is its own, and they are refused elsewhere."""
 
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -333,6 +334,16 @@ def test_a_drafters_fp8_product_and_its_gradients():
     torch.testing.assert_close(dw, plain_dw)
 
 
+def test_an_fp8_product_has_a_gradient_by_name():
+    """Without it torch 2.11 compiles the function around it as one that has none."""
+    x, weight = draw(48, 64).requires_grad_(), draw(96, 64)
+    product = linears.fp8_product(*quantise(x.detach()), *quantise(weight), x, True)
+    assert product.requires_grad and product.shape == (48, 96)
+    torch.testing.assert_close(product, scaled_matmul(*quantise(x.detach()), *quantise(weight), torch.float32))
+    with pytest.raises(RuntimeError, match="derivatives of their own"):
+        product.sum().backward()
+
+
 def test_layers_of_a_drafter_that_run_in_fp8():
     drafter = make_drafter(CONFIG)
     assert not any(getattr(module, "fp8", False) for module in drafter.modules())
@@ -345,6 +356,15 @@ def test_layers_of_a_drafter_that_run_in_fp8():
     assert sizes
     for name, aligned in sizes.items():
         assert drafter.get_submodule(name).fp8 == aligned, name
+
+
+@needs_fp8
+def test_a_compiled_drafter_in_fp8_has_the_plain_ones_gradients():
+    drafter = make_drafter(replace(CONFIG, vocab_size=64))
+    run = make_run(trainer={"fp8": True, "dtype": "bfloat16"})
+    learner = DFlashLearner(run, drafter, make_head(vocab=64), device="cuda", dtype=torch.bfloat16)
+    assert learner.drafter.is_compiled
+    learner.rehearse()  # ConfigError else
 
 
 @pytest.mark.parametrize("form", ["plain", "general"])
