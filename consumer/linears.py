@@ -92,7 +92,7 @@ def fp8_product(
 
 @fp8_product.register_fake
 def _(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, original: Tensor, fast: bool) -> Tensor:
-    return original.new_empty(len(values), len(weight))
+    return original.new_empty(values.shape[0], weight.shape[0])  # `len` would make a constant of a symbol
 
 
 def _never(*_: Any) -> None:
