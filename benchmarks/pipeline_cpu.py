@@ -90,7 +90,7 @@ class Alone:
         """Tokens/s of the target's forward into memory."""
         begun = time.perf_counter()
         for meta, states in self._records:
-            self._source.record(meta.tokens, meta.cu_seqlens, states, lambda: None)
+            self._source.begin(meta.tokens, meta.cu_seqlens, states, lambda: None).finish()
         return self._rate(begun)
 
     def trainer(self) -> float:

@@ -22,6 +22,7 @@ from .footprint import Parts, Shape, largest_micro_batch, rank_parts, ring_bytes
 from .forecast import Rates, Split, forecast, live_rates, splits
 from .rows import read_meta
 from .space import free_bytes, size_text
+from .target_info import deepest_layer
 from .telemetry import read_status
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def make_plan(
     shape = Shape.of(run, info, len(layer_ids))
     device = "cuda" if found or gpus else "cpu"
     micro = min(run.trainer.micro_tokens, run.stream.token_budget)
-    last = info.num_layers - 1 if run.target.last_hidden else max(layer_ids)
+    last = deepest_layer(run, info, layer_ids)
     planes = len(layer_ids) + run.target.last_hidden
     worker = worker_parts(run, info, last, planes, device)
     shared = count < run.workers.count + run.trainer.ranks

@@ -18,17 +18,16 @@ from ..common.batch import BatchId, Kind
 from ..common.dataset import prepared_rows
 from ..common.measuring import doing, measured
 from ..common.plan import plan_from
-from ..common.record import FP8, RecordMeta
+from ..common.record import RecordMeta
 from ..common.runfile import RunFile, load
-from ..common.target import as_dtype
 from ..common.target_info import resolve_layer_ids, target_info
 from .learner import DFlashLearner, build_learner
-from .transfer import register_host, unregister_host, view_scales
+from .rehearsal import draw_states
+from .transfer import register_host, unregister_host
 
 RECORDS = 2
 HELD = 2  # records that a rank holds at most: the one in training and the next
 WARM = 4
-TILE = 2**22  # random values of a record's states
 
 
 def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
@@ -41,7 +40,7 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
     metas = [record_meta(run, layers, info.hidden_size, index) for index in range(RECORDS)]
     on_gpu = device.startswith("cuda")
     records = [(meta, memoryview(random_states(meta, on_gpu=on_gpu))) for meta in metas]
-    doing("trainer alone: first steps, compiling" if device.startswith("cuda") else "trainer alone: first steps")
+    doing("trainer alone: first steps, compiling" if on_gpu else "trainer alone: first steps")
     done, tokens, begun = 0, 0, time.perf_counter()
     compiled = math.inf  # until all has been compiled once
     ahead = Ahead(learner, lambda call: (*records[call % RECORDS], call))
@@ -55,7 +54,8 @@ def measure(run_path: str, device: str, seconds: float) -> dict[str, float]:
             doing("trainer alone")
             compiled, tokens, begun = learner.compiled(), 0, time.perf_counter()
     rate = tokens / (time.perf_counter() - begun)
-    peak = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
+    ahead.close()
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
     return {"tokens_per_s": rate, "steps": done, "peak_bytes": peak}
 
 
@@ -103,20 +103,12 @@ def record_meta(run: RunFile, layers: list[int], hidden: int, index: int) -> Rec
 
 
 def random_states(meta: RecordMeta, *, on_gpu: bool) -> mmap.mmap:
-    """Random states [planes, T, H], scaled by 1 if float8, in memory that the GPU can copy from directly.
-
-    They repeat after TILE values: a record of a large target would take seconds to draw.
-    """
+    """`draw_states` in memory that the GPU can copy from directly."""
     buffer = mmap.mmap(-1, meta.states_bytes)
-    view = torch.frombuffer(buffer, dtype=as_dtype(meta.dtype), count=math.prod(meta.states_shape))
-    tile = torch.randn(min(TILE, len(view)), generator=torch.Generator().manual_seed(0)).to(view.dtype)
-    for part in view.split(TILE):
-        part.copy_(tile[: len(part)])
-    if meta.dtype == FP8:
-        with memoryview(buffer) as states:
-            view_scales(states, meta.states_shape).fill_(1.0)
+    with memoryview(buffer) as states:
+        draw_states(meta, states)
     if on_gpu:
-        register_host(view.data_ptr(), len(buffer))
+        register_host(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr(), len(buffer))
     return buffer
 
 

@@ -37,6 +37,7 @@ from .blocks import pack_blocks
 from .ceilings import wait
 from .learner import DFlashLearner, build_learner
 from .padded import PaddedLearner
+from .rehearsal import check_compiled
 
 EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
 WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
@@ -97,7 +98,7 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
     buffer = random_states(meta, on_gpu=device.type == "cuda")
     try:
         repetitions = _time(learner, meta, memoryview(buffer), device, options, name)
-        learner.check_compiled()  # a step that learns nothing is fast
+        check_compiled(learner)  # a step that learns nothing is fast
     finally:
         forget_states(buffer, on_gpu=device.type == "cuda")
     peak, computing = (max(values) for values in zip(*((one.peak, one.computing) for one in repetitions), strict=True))

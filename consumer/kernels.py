@@ -26,8 +26,10 @@ WARPS = 8
 ADD_BLOCK = 2048
 
 # A chunk's slots begin anywhere in a micro-batch's: a kernel for each alignment of theirs would be compiled late.
-COLUMNS = ["labels", "weights", "ce", "right", "entropy", "lse_out", "target_lse", "kl", "overlap", "below", "lse_in"]
-COLUMNS += ["entropy_in", "ce_by", "kl_by", "overlap_by", "entropy_by"]
+COLUMNS = [
+    "labels", "weights", "ce", "right", "entropy", "lse_out", "target_lse", "kl", "overlap", "below",
+    "lse_in", "entropy_in", "ce_by", "kl_by", "overlap_by", "entropy_by",
+]  # fmt: skip
 
 
 @triton.jit

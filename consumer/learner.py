@@ -6,8 +6,10 @@ row id) alone. Called by the rank's loop (rank.py, training.py).
 
 A step, on each rank:    train_record(...) for its records;  sums() -> all-reduce;  reduce(group);  step(total, lr)
 An evaluation:           eval_record(...) for its records;   sums() -> all-reduce;  Summary.of(total);  discard()
+Before the first step:   rehearsal.py, on records that are made up
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,9 +75,6 @@ log = logging.getLogger(__name__)
 Key = tuple[int, int | None]  # of a record: its batch and the epoch, None in an evaluation
 WARM_STEPS = 3  # after which nothing should be compiled any more
 AHEAD = 4  # records whose blocks are kept; a rank holds two
-CHECK_ROWS, CHECK_LENGTH = 4, 96  # of the comparison of compiled gradients with plain ones
-LEAST_SHARE = 0.01  # of the whole gradient's norm, for one weight's to be compared
-LEAST_ALIKE = 0.5  # cosine and ratio to the plain gradient
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
 CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -217,7 +216,7 @@ class DFlashLearner:
         """drafter: float32, with its first weights; it is taken over and moved. dtype: `drafter_dtype`."""
         self.config, self.drafter = drafter.config, drafter.to(device)
         self.device = torch.device(device)
-        self._run = run
+        self.run = run
         self._gamma = run.objective.gamma or default_gamma(self.config.block_size)
         self._embedding = head.embed_weight.detach().to(self.device, dtype)
         self._head = head.head_weight.detach().to(self.device, dtype)
@@ -280,7 +279,7 @@ class DFlashLearner:
 
         On return the slot may be released: nothing points into it and no copy out of it is under way.
         """
-        noise = self._run.objective.noise * (1 - done)
+        noise = self.run.objective.noise * (1 - done)
         for micro, found in self._micros(meta, states, epoch):
             if noise:
                 self._add_noise(found.features, micro.rows, noise, epoch)
@@ -328,7 +327,7 @@ class DFlashLearner:
     def _micro_batches(self, meta: RecordMeta, epoch: int) -> list[_Rows]:
         cu, anchors = meta.cu_seqlens, self._anchors(meta, epoch)
         wanted = np.array([len(row) > 0 for row in anchors], bool)
-        runs = micro_batches(np.diff(cu).astype(np.int64), wanted, self._run.trainer.micro_tokens)
+        runs = micro_batches(np.diff(cu).astype(np.int64), wanted, self.run.trainer.micro_tokens)
         parts = [(first, past, slice(int(cu[first]), int(cu[past]))) for first, past in runs]
         return [
             _Rows(
@@ -344,11 +343,11 @@ class DFlashLearner:
 
     def _anchors(self, meta: RecordMeta, epoch: int) -> list[Positions]:
         """Of each row of a record."""
-        cu, objective = meta.cu_seqlens, self._run.objective
+        cu, objective = meta.cu_seqlens, self.run.objective
         return [
             draw_anchors(
                 meta.mask[cu[r] : cu[r + 1]],
-                seed=self._run.trainer.seed,
+                seed=self.run.trainer.seed,
                 epoch=epoch,
                 row_id=int(row_id),
                 per_token=objective.anchors_per_token,
@@ -376,7 +375,7 @@ class DFlashLearner:
     def _add_noise(self, features: Tensor, rows: _Rows, scale: float, epoch: int) -> None:
         """Adds u·scale, u uniform in [-1, 1], to the features; a row's depend on (seed, epoch, row id) alone."""
         for (start, stop), seed in zip(
-            rows.bounds, noise_seeds(self._run.trainer.seed, epoch, rows.ids.tolist()), strict=True
+            rows.bounds, noise_seeds(self.run.trainer.seed, epoch, rows.ids.tolist()), strict=True
         ):
             generator = torch.Generator(self.device).manual_seed(seed)
             shape = (stop - start, features.shape[1])  # of the whole row, so that cutting it changes nothing
@@ -452,77 +451,15 @@ class DFlashLearner:
         self._sums[SCALARS.index("chain_accepted")] += chains.accepted
         self._sums[SCALARS.index("chain_blocks")] += chains.blocks
 
-    def rehearse(self) -> None:
-        """Takes the largest micro-batch that can come forward and backward, then compares the gradients of a small one
-        with plain ones where the drafter is compiled; drops all that came of it.
-
-        So a run that does not fit the device's memory, or would learn wrongly, ends in its first minute, with what to
-        change (ConfigError), and kernels are compiled for the largest sizes. Weights, optimiser, sums and random states
-        stay as they were.
-        """
-        run, tokens = self._run, min(self._run.trainer.micro_tokens, self._run.stream.token_budget)
-        bounds = [*range(0, max(tokens - 1, 1), run.data.max_length), max(tokens, run.data.max_length)]
-        size = bounds[-1]
-        meta = self._made_up(bounds, np.zeros(size, np.int32))
-        states = bytearray(meta.states_bytes)
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Computes without torch.compile and without fp8 for as long as it lasts."""
+        eight, self._eight = self._eight, None
         try:
-            self.train_record(meta, memoryview(states), EVAL_EPOCH)
-        except torch.OutOfMemoryError as error:
-            said = str(error).split(". ")[0]
-            raise ConfigError(
-                f"a micro-batch of {size:,} tokens does not fit into {self.device}: {said}. Lower "
-                f"trainer.micro_tokens ({run.trainer.micro_tokens:,}); paceline plan says what fits"
-            ) from error
-        finally:
-            self.discard()
-        self.check_compiled()
-
-    def check_compiled(self) -> None:
-        """ConfigError if the compiled step, in fp8 or not, has other gradients than the same step run plainly.
-
-        To be called once kernels were compiled for large sizes: the first sizes decide how sums are split.
-        """
-        if not self.drafter.is_compiled:
-            return
-        length = min(CHECK_LENGTH, self._run.data.max_length)
-        draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.config.vocab_size, (CHECK_ROWS * length,), generator=draw, dtype=torch.int32)
-        meta = self._made_up(range(0, len(tokens) + 1, length), tokens.numpy())
-        states = memoryview(bytearray(meta.states_bytes))
-        view = view_states(states, meta.states_shape, as_dtype(meta.dtype))
-        view.copy_(torch.randn(view.shape, generator=draw))
-        if meta.dtype == FP8:
-            view_scales(states, meta.states_shape).fill_(1.0)
-        try:
-            eight, self._eight = self._eight, None
             with torch.compiler.set_stance("force_eager"), without_fp8(self.drafter):
-                self.train_record(meta, states, EVAL_EPOCH)
-            self._eight = eight
-            plain = self.weights.gradients.to(self.weights.compute.dtype, copy=True)
-            self.discard()
-            self.train_record(meta, states, EVAL_EPOCH)
-            views = (self.weights.views(flat) for flat in (self.weights.gradients, plain))
-            fault = gradient_fault(*views)
+                yield
         finally:
-            self.discard()
-        if fault is not None:
-            do = "leave trainer.fp8 out" if self._run.trainer.fp8 else "use another version of torch"
-            raise ConfigError(f"the drafter compiled by torch {torch.__version__} has wrong gradients: {fault}; {do}")
-
-    def _made_up(self, bounds: Sequence[int], tokens: NDArray[np.int32]) -> RecordMeta:
-        """A record of no batch whose rows have these bounds, every token supervised."""
-        return RecordMeta(
-            batch=0,
-            row_ids=np.arange(len(bounds) - 1, dtype=np.int64),
-            cu_seqlens=np.array(bounds, np.int32),
-            tokens=tokens,
-            mask=np.ones(len(tokens), np.uint8),
-            layer_ids=self.config.target_layer_ids,
-            dtype=self._run.record_dtype,
-            hidden_size=self.config.hidden_size,
-            last_hidden="before_norm" if self._run.target.last_hidden else "none",
-            fingerprint=0,
-        )
+            self._eight = eight
 
     # Steps
 
@@ -603,22 +540,6 @@ class DFlashLearner:
         copy_strictly(self.weights.views(self.weights.masters), model, f"{folder / MODEL_FILE}")
         self.weights.publish()
         self.discard()
-
-
-def gradient_fault(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with the first gradient of some weight that points elsewhere, or is of another size, than wanted;
-    None if none does. Roundings move them too, fp8's by a few per cent: what is sought are gradients that are not there
-    or of something else."""
-    total = torch.stack([part.float().norm() for part in wanted.values()]).norm()
-    for name, part in wanted.items():
-        mine, other = found[name].float().flatten(), part.float().flatten()
-        size, due = mine.norm(), other.norm()
-        alike = float(mine @ other / (size * due).clamp_min(1e-30))
-        if due > LEAST_SHARE * total and not (
-            alike > LEAST_ALIKE and LEAST_ALIKE < float(size / due) < 1 / LEAST_ALIKE
-        ):
-            return f"that of {name} is {float(size / due):.2g} times as large, its cosine {alike:.2g}"
-    return None
 
 
 def kernel_variants() -> int:

@@ -177,7 +177,7 @@ class PaddedLearner(DFlashLearner):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if self.drafter.windows != {None} or not self._objective.plain or self._run.objective.noise:
+        if self.drafter.windows != {None} or not self._objective.plain or self.run.objective.noise:
             raise ConfigError("padded-plain: only for full attention and objective.ce alone, without noise")
         gpu = self.device.type == "cuda"
         self._loss = torch.compile(padded_loss, dynamic=False) if gpu else padded_loss
@@ -223,7 +223,7 @@ class PaddedLearner(DFlashLearner):
         cu = meta.cu_seqlens.tolist()
         bounds = list(pairwise(cu))
         drawn = self._anchors(meta, epoch)
-        blocks, most = max(len(row) for row in drawn), max(1, self._run.trainer.micro_tokens // LENGTH)
+        blocks, most = max(len(row) for row in drawn), max(1, self.run.trainer.micro_tokens // LENGTH)
         micros = []
         for first in range(0, len(bounds), most):
             rows = bounds[first : first + most]

@@ -59,7 +59,7 @@ class DFlash:
         import torch
 
         from ..common.target_info import target_info
-        from . import learner, losses, optim, transfer
+        from . import learner, losses, optim, rehearsal, transfer
 
         if run.trainer.threads:
             torch.set_num_threads(run.trainer.threads)
@@ -75,7 +75,7 @@ class DFlash:
             run, info, job.layer_ids, device=self._device, used_token=rows.used_token, resumed=resumed
         )
         if self._device.type == "cuda":
-            self._learner.rehearse()
+            rehearsal.rehearse(self._learner)
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
         self.prepare = self._learner.prepare
         self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard

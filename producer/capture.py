@@ -166,17 +166,6 @@ class TargetSource:
                 "beside the target"
             ) from None
 
-    def record(
-        self,
-        tokens: np.ndarray,
-        cu_seqlens: np.ndarray,
-        out: memoryview,
-        progress: Callable[[], None],
-        landed: Landed | None = None,
-    ) -> bool:
-        """A record begun and finished."""
-        return self.begin(tokens, cu_seqlens, out, progress, landed).finish()
-
     def begin(
         self,
         tokens: np.ndarray,

@@ -591,7 +591,7 @@ class Worker:
         begun = time.monotonic()
         try:
             self._making.append(self._fill(slot, self._queue.take(batch), begun))
-        except Exception:
+        except Exception:  # whatever the forward raises; it goes on from here. A signal is for `_give_back`
             self._ring.abandon(slot)
             while self._making:
                 self._finish()

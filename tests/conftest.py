@@ -45,6 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [*chain.from_iterable(shares), *fast]
 
 
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile with a cache folder of its own, one thread, and nothing compiled yet."""
+    import torch
+    from paceline.common import paths
+
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    for variable in paths.COMPILE_CACHES:
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
     "{% endif %}{% for message in messages %}"

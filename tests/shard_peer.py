@@ -33,7 +33,7 @@ if __name__ == "__main__":
     for mode in ("packed", "padded"):  # the other process is to change with it
         source._target._use(mode)
         out = bytearray(len(run.target.layer_ids or ()) * len(tokens) * info.hidden_size * 4)
-        assert source.record(tokens, cu_seqlens, memoryview(out), lambda: None)
+        assert source.begin(tokens, cu_seqlens, memoryview(out), lambda: None).finish()
         found[mode] = np.frombuffer(out, np.float32)
     np.savez(sys.argv[2], **found)
     source.close()

@@ -164,10 +164,10 @@ def test_what_was_warned_of_stands_under_the_table(capsys, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 def test_states_to_train_on_are_random_all_over(dtype, monkeypatch):
     from paceline.common.record import RecordMeta
-    from paceline.consumer import bench
+    from paceline.consumer import bench, rehearsal
     from paceline.consumer.check import check_states
 
-    monkeypatch.setattr(bench, "TILE", 1000)
+    monkeypatch.setattr(rehearsal, "TILE", 1000)
     rows = {"row_ids": np.arange(2), "cu_seqlens": np.array([0, 20, 50], np.int32)}
     tokens = {"tokens": np.zeros(50, np.int32), "mask": np.ones(50, np.uint8), "layer_ids": (1, 3)}
     meta = RecordMeta(1, **rows, **tokens, dtype=dtype, hidden_size=48, last_hidden="none", fingerprint=0)

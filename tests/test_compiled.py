@@ -21,16 +21,7 @@ LAYER_IDS = [0, 2, 3]
 LENGTHS = [9, 40, 23, 38, 21]
 
 
-@pytest.fixture(autouse=True)
-def fresh(tmp_path, monkeypatch):
-    """A cache folder of its own, one thread, and nothing compiled yet."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    for variable in paths.COMPILE_CACHES:
-        monkeypatch.setenv(variable, str(tmp_path / variable))
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 class Backend:
@@ -176,7 +167,7 @@ def run_file(target, **settings):
 def record(source, lengths=LENGTHS):
     tokens, cu_seqlens = batch(lengths)
     out = memoryview(bytearray(len(LAYER_IDS) * len(tokens) * 64 * 4))
-    assert source.record(tokens.numpy().astype(np.int32), np.asarray(cu_seqlens), out, lambda: None)
+    assert source.begin(tokens.numpy().astype(np.int32), np.asarray(cu_seqlens), out, lambda: None).finish()
     return torch.frombuffer(out, dtype=torch.float32)
 
 

@@ -16,6 +16,7 @@ from paceline.common.target_info import target_info
 from paceline.consumer import linears, losses
 from paceline.consumer.learner import DFlashLearner
 from paceline.consumer.objective import Objective, Slots, score_through_head
+from paceline.consumer.rehearsal import rehearse
 from paceline.producer import fp8
 from paceline.producer.capture import TargetSource
 from paceline.producer.compiled import CompiledLayers
@@ -114,18 +115,6 @@ def test_an_input_is_not_taken_for_the_one_before():
 
 
 # Compiled
-
-
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    """Nothing compiled yet, and a cache folder of its own."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    for variable in paths.COMPILE_CACHES:
-        monkeypatch.setenv(variable, str(tmp_path / variable))
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def exact(graph, inputs):
@@ -313,7 +302,7 @@ def test_an_fp8_target_on_a_gpu(make_tiny_target, compiled, tmp_path, monkeypatc
         source = TargetSource.load(run, target_info(str(folder)), [0, 3], "cuda:0")
         assert source.mode == "packed" and source.compiled == (eight and compiled), caplog.text
         out = memoryview(bytearray(2 * len(tokens) * 64 * 2))
-        assert source.record(tokens.numpy().astype(np.int32), np.array(rows, np.int32), out, lambda: None)
+        assert source.begin(tokens.numpy().astype(np.int32), np.array(rows, np.int32), out, lambda: None).finish()
         states[eight] = torch.frombuffer(out, dtype=torch.bfloat16).view(2, -1, 64).float()
     assert 0.005 < relative(states[True][0], states[False][0]) < 0.1
 
@@ -364,7 +353,7 @@ def test_a_compiled_drafter_in_fp8_has_the_plain_ones_gradients():
     run = make_run(trainer={"fp8": True, "dtype": "bfloat16"})
     learner = DFlashLearner(run, drafter, make_head(vocab=64), device="cuda", dtype=torch.bfloat16)
     assert learner.drafter.is_compiled
-    learner.rehearse()  # ConfigError else
+    rehearse(learner)  # ConfigError else
 
 
 @pytest.mark.parametrize("form", ["plain", "general"])

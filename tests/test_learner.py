@@ -19,6 +19,7 @@ from paceline.consumer.drafter import ContextCache
 from paceline.consumer.learner import AHEAD, DFlashLearner, build_learner, drafter_dtype, micro_batches
 from paceline.consumer.linears import DraftMLP
 from paceline.consumer.losses import Summary
+from paceline.consumer.rehearsal import check_compiled, rehearse
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -55,7 +56,7 @@ def test_a_rehearsal_leaves_no_trace():
     """Weights, gradients, sums, the generators' state and the next step are those of a learner that had none."""
     fresh, rehearsed = make_learner(), make_learner()
     state = torch.get_rng_state()
-    rehearsed.rehearse()
+    rehearse(rehearsed)
     assert torch.equal(torch.get_rng_state(), state)
     assert not rehearsed.sums().any() and not rehearsed.weights.gradients.any()
     for learner in (fresh, rehearsed):
@@ -79,10 +80,29 @@ def test_compiled_gradients_are_compared_with_plain_ones_at_the_start(monkeypatc
 
         monkeypatch.setattr(learner, "train_record", noted)
         learner.drafter.compile_parts("eager")
-        learner.rehearse()
+        rehearse(learner)
         assert seen == [(fp8, fp8), (False, False), (fp8, fp8)], "the largest micro-batch, plain, compiled"
         seen.clear()
         assert not learner.sums().any() and not learner.weights.gradients.any()
+
+
+def test_a_comparison_takes_nothing_that_was_prepared_for_a_record():
+    learner = make_learner()
+    meta = replace(ROWS.meta(IDS), batch=0)
+    learner.prepare(meta, ROWS.memory(), 0)
+    learner.drafter.compile_parts("eager")
+    check_compiled(learner)
+    assert list(learner._ahead) == [(0, 0)]
+
+
+def test_a_comparison_that_fails_leaves_the_learner_as_it_was(monkeypatch):
+    monkeypatch.setattr("paceline.consumer.learner.check_fp8", lambda _: None)
+    learner = make_learner(replace(CONFIG, vocab_size=64), head=make_head(vocab=64), trainer={"fp8": True})
+    learner.drafter.compile_parts("eager")
+    monkeypatch.setattr(learner, "_score", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        check_compiled(learner)
+    assert learner._eight is not None and any(getattr(part, "fp8", False) for part in learner.drafter.modules())
 
 
 @pytest.mark.parametrize(
@@ -106,7 +126,7 @@ def test_a_compiler_that_loses_gradients_is_found(monkeypatch, wrong, words):
     learner = make_learner()
     learner.drafter.compile_parts(backend)
     with pytest.raises(ConfigError, match=rf"^the drafter compiled by torch .* has wrong gradients: .*{words}"):
-        learner.rehearse()
+        rehearse(learner)
     assert not learner.weights.gradients.any()
 
 
@@ -118,8 +138,8 @@ def test_a_rehearsal_is_of_the_largest_micro_batch(monkeypatch):
         seen.append((np.diff(meta.cu_seqlens).tolist(), int(meta.mask.sum()), len(states)))
 
     monkeypatch.setattr(DFlashLearner, "train_record", note)
-    make_learner(trainer={"micro_tokens": 150}, data={"max_length": 64}).rehearse()
-    make_learner(trainer={"micro_tokens": 32}, data={"max_length": 64}).rehearse()
+    rehearse(make_learner(trainer={"micro_tokens": 150}, data={"max_length": 64}))
+    rehearse(make_learner(trainer={"micro_tokens": 32}, data={"max_length": 64}))
     assert seen == [([64, 64, 22], 150, 2 * 150 * 48 * 2), ([64], 64, 2 * 64 * 48 * 2)]
 
 
@@ -132,7 +152,7 @@ def test_a_micro_batch_that_does_not_fit_says_what_to_change(monkeypatch):
     learner = make_learner()
     monkeypatch.setattr(learner, "_score", full)
     with pytest.raises(ConfigError, match=r"64 tokens .* CUDA out of memory\. Lower trainer\.micro_tokens \(64\)"):
-        learner.rehearse()
+        rehearse(learner)
 
 
 def test_gradient_equals_the_plain_drafters():

@@ -29,6 +29,7 @@ from paceline.common.target import quantise
 from paceline.common.target_info import target_info
 from paceline.consumer.check import RecordRefused, check_states
 from paceline.consumer.learner import DFlashLearner
+from paceline.consumer.rehearsal import rehearse
 from paceline.consumer.transfer import Reading, StateReader, view_scales, view_states
 from paceline.producer.capture import TargetSource
 from paceline.producer.recording import Recording, RecordingSource, StateKind
@@ -243,7 +244,7 @@ def record(folder: Path, payload: str, last_hidden: bool) -> tuple[memoryview, R
         last_hidden="before_norm" if last_hidden else "none",
     )
     out = memoryview(bytearray(meta.states_bytes))
-    assert source.record(meta.tokens, meta.cu_seqlens, out, lambda: None)
+    assert source.begin(meta.tokens, meta.cu_seqlens, out, lambda: None).finish()
     return out, meta
 
 
@@ -285,7 +286,7 @@ def test_gradients_are_the_same_bits_when_records_are_prepared_ahead(device, pay
     for ahead in (0, 2):
         run = make_run(trainer={"micro_tokens": 50}, stream={"payload": "fp8" if payload == FP8 else "full"})
         learner = DFlashLearner(run, make_drafter(), make_head(3), device=device, dtype=torch.float32)
-        learner.rehearse()
+        rehearse(learner)
         for record in records[:ahead]:
             learner.prepare(*record)
         for i, record in enumerate(records):
@@ -304,7 +305,7 @@ def test_a_rehearsal_is_of_such_records():
         device="cpu",
         dtype=torch.float32,
     )
-    learner.rehearse()
+    rehearse(learner)
     assert not learner.weights.gradients.any()
 
 

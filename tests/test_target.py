@@ -393,7 +393,7 @@ def test_the_source_fills_a_record(make_tiny_target, kind, dtype):
     payload = memoryview(bytearray(record_bytes(meta)))
     start = write_meta(payload, meta)
     calls = []
-    assert source.record(meta.tokens, meta.cu_seqlens, payload[start:], lambda: calls.append(1))
+    assert source.begin(meta.tokens, meta.cu_seqlens, payload[start:], lambda: calls.append(1)).finish()
     assert calls
     _, offset = read_meta(payload, len(payload))
     recorded = torch.frombuffer(payload[offset:], dtype=getattr(torch, dtype)).view(4, len(tokens), 64)
@@ -417,7 +417,9 @@ def test_the_source_tells_which_bytes_have_landed(make_tiny_target):
         assert not any(seen[start:stop])
         seen[start:stop] = out[start:stop]
 
-    assert source.record(tokens.numpy().astype(np.int32), np.asarray(cu_seqlens), memoryview(out), lambda: None, landed)
+    assert source.begin(
+        tokens.numpy().astype(np.int32), np.asarray(cu_seqlens), memoryview(out), lambda: None, landed
+    ).finish()
     assert seen == out and any(out)
     source.close()
 
@@ -428,7 +430,7 @@ def test_the_source_tells_of_non_finite_states(copied):
     source = TargetSource.load(run, target_info(str(copied)), [0, 2], "cpu")
     tokens = np.arange(20, dtype=np.int32)
     out = memoryview(bytearray(2 * 20 * 64 * 4))
-    assert not source.record(tokens, np.array([0, 20], np.int32), out, lambda: None)
+    assert not source.begin(tokens, np.array([0, 20], np.int32), out, lambda: None).finish()
 
 
 # On a GPU
@@ -451,7 +453,7 @@ def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kin
     landed: list[tuple[int, int]] = []
     bounds = np.asarray(cu_seqlens)
     note = lambda start, stop: landed.append((start, stop))  # noqa: E731
-    assert source.record(tokens.numpy().astype(np.int32), bounds, memoryview(mapping), lambda: None, note)
+    assert source.begin(tokens.numpy().astype(np.int32), bounds, memoryview(mapping), lambda: None, note).finish()
     assert sorted(landed)[0][0] == 0 and sum(stop - start for start, stop in landed) == size
     recorded = torch.frombuffer(mapping, dtype=torch.bfloat16).view(planes, len(tokens), 64).float().clone()
     source.close()
@@ -493,7 +495,7 @@ def noting(notes):
 def test_records_that_are_made_at_once_are_those_made_one_after_the_other(records):
     """Bytes, flags of non-finite states and what was told to have landed."""
     source, batches = records
-    found = [(source.record(*one, lambda: None), bytes(one[2])) for one in batches]
+    found = [(source.begin(*one, lambda: None).finish(), bytes(one[2])) for one in batches]
     assert [finite for finite, _ in found] == [True, False, True]
     for _ in range(5):
         for _, _, out in batches:
