@@ -14,13 +14,15 @@ def step_flops(shape: Shape, *, context: int, slots: int, seen: int, scored: int
     """Forward and backward of a drafter.
 
     context: tokens that some block sees; slots: block slots, 0 included; seen: keys that they attend, context and own
-    block together, added up; scored: slots that go through the frozen head.
+    block together, added up; scored: slots that go through the frozen head, and through what the last layer does after
+    its attention.
     """
     features = 4 * context * shape.planes * shape.hidden * shape.hidden  # its input needs no gradient
     keys_values = 6 * context * shape.hidden * 2 * shape.keys
     layer = keys_values + 6 * slots * shape.layer_weights + 12 * shape.queries * seen
+    unscored = 6 * (slots - scored) * shape.hidden * (shape.queries + 3 * shape.inner)
     head = 4 * scored * shape.hidden * shape.vocabulary  # logits and dh: the head is frozen
-    return features + shape.layers * layer + head
+    return features + shape.layers * layer - unscored + head
 
 
 def forward_flops(weights: int, queries: int, attention_layers: int, lengths: Sequence[int]) -> int:

@@ -402,8 +402,7 @@ class DFlashLearner:
     def _hidden(self, ready: _Ready, context: Sequence[ContextKV]) -> Tensor:
         """States [n, H] of the scored slots."""
         embeds = F.embedding(ready.inputs.ids, self._embedding)
-        hidden = self.drafter.decode(embeds, ready.inputs.positions, context, ready.attend)
-        return hidden.index_select(0, ready.inputs.scored)
+        return self.drafter.decode(embeds, ready.inputs.positions, context, ready.attend, ready.inputs.scored)
 
     def _score(self, ready: _Ready, context: Sequence[ContextKV], tokens: int, last: Tensor | None = None) -> Tensor:
         """Adds the blocks' sums and returns their share of the loss's numerator."""

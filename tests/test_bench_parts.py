@@ -31,7 +31,8 @@ def test_flops_of_a_step_by_hand():
     attention = 3 * 2 * (2 * 8 * 11)  # scores and their use, each [11 pairs] x 8
     head = 2 * (2 * 6 * 8 * 10)
     found = step_flops(SHAPE, context=5, slots=7, seen=11, scored=6)
-    assert found == features + 2 * (keys_values + linear + attention) + head
+    unscored = 3 * 2 * (7 - 6) * (8 * 8 + 3 * 8 * 16)  # after the last layer's attention
+    assert found == features + 2 * (keys_values + linear + attention) - unscored + head
 
 
 def test_flops_of_a_forward_by_hand():

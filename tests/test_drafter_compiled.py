@@ -7,7 +7,7 @@ import torch
 from paceline.consumer import drafter as drafter_module
 from paceline.consumer import kernels, linears
 from paceline.consumer.blocks import DenseAttention
-from paceline.consumer.drafter import PLAIN_PARTS, DrafterConfig, init_drafter
+from paceline.consumer.drafter import PLAIN_PARTS, DrafterConfig, init_drafter, picked
 from paceline.consumer.optim import MasterWeights
 from test_attention import long_blocks
 from torch._dynamo.utils import counters
@@ -49,15 +49,44 @@ def test_one_graph_each_whatever_the_sizes(fp8):
         for parts in (drafter._parts, PLAIN_PARTS):
             drafter._parts, own = parts, drafter._parts
             weights.gradients.zero_()
-            out = drafter(
-                features, torch.arange(context), embeds, torch.from_numpy(blocks.positions), DenseAttention(blocks)
-            )
+            pairs = drafter.project_context(features, torch.arange(context))
+            positions, scored = (torch.from_numpy(column) for column in (blocks.positions, blocks.scored))
+            out = drafter.decode(embeds, positions, pairs, DenseAttention(blocks), scored)
             out.float().square().sum().backward()
             found.append((out.detach().float(), weights.gradients.clone()))
             drafter._parts = own
         for compiled, plain in zip(*found, strict=True):
             assert float((compiled - plain).norm() / plain.norm()) < (0.05 if fp8 else 0.02)
     assert counters["stats"]["unique_graphs"] - before == len(PLAIN_PARTS)
+
+
+def test_states_of_some_slots_are_those_of_all():
+    drafter = init_drafter(CONFIG, seed=0)
+    blocks, context = long_blocks()
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(context, CONFIG.features, generator=generator)
+    embeds = torch.randn(blocks.slots, CONFIG.hidden_size, generator=generator)
+    positions, scored = torch.from_numpy(blocks.positions), torch.from_numpy(blocks.scored)
+    assert 0 < len(scored) < blocks.slots
+    found = []
+    for wanted in (scored, None):
+        pairs = drafter.project_context(features, torch.arange(context))
+        states = drafter.decode(embeds, positions, pairs, DenseAttention(blocks), wanted)
+        states = states if wanted is not None else states[scored]
+        slope = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
+        found.append([states.detach(), *torch.autograd.grad((states * slope).sum(), list(drafter.parameters()))])
+    for ours, all_of_them in zip(*found, strict=True):
+        torch.testing.assert_close(ours, all_of_them, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        again = drafter.decode(embeds, positions, pairs, DenseAttention(blocks), scored)
+    torch.testing.assert_close(again, found[0][0])
+
+
+def test_slopes_of_picked_rows():
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 3), (7, 2, 2))]
+    for rows in ([0, 2, 6], [], list(range(7))):
+        index = torch.tensor(rows, dtype=torch.int64)
+        assert torch.autograd.gradcheck(lambda *given, i=index: tuple(picked(given, i)), tensors)
 
 
 def test_a_token_count_that_equals_the_hidden_size():
