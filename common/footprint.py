@@ -95,16 +95,16 @@ def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") 
     """What one rank's device holds at its peak, with micro-batches of `tokens` context tokens."""
     item = ITEM_BYTES[run.trainer.dtype]
     slots, scored = slots_of(run, tokens), slots_of(run, tokens) * (shape.block - 1) // shape.block
-    heads = shape.vocabulary * shape.hidden * (item * (1 if shape.tied else 2) + run.trainer.fp8)
+    heads = shape.vocabulary * shape.hidden * (item * (1 if shape.tied else 2) + 2 * run.trainer.fp8)
     moments = 1 if run.optimizer.name == "muon" else 2
     landing = 2 * (shape.planes + run.target.last_hidden) * -(-tokens // LANDING_TOKENS) * LANDING_TOKENS * shape.hidden
     chunk_rows = min(scored, HEAD_CHUNK[device] // (4 * shape.vocabulary))
-    logits = chunk_rows * shape.vocabulary * item * (2 if run.objective.target_terms else 1)
+    logits = chunk_rows * shape.vocabulary * (item * (2 if run.objective.target_terms else 1) + run.trainer.fp8)
     through_head = 3 * scored * shape.hidden * item  # the scored slots' states, their gradient, its copy in backward
     return Parts(
         {
             "target's embedding and head": heads,
-            "drafter, compute copy": shape.weights * item,
+            "drafter, compute copy": shape.weights * (item + 2 * run.trainer.fp8),
             "drafter, float32 masters": shape.weights * WIDE,
             "gradients, float32": shape.weights * WIDE,
             f"{run.optimizer.name} state": moments * shape.weights * WIDE,

@@ -141,9 +141,13 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     Three passes over the matrix where it is not compiled. Nothing is clamped: the largest value comes out at 448 or a
     float32 rounding beside it, which e4m3 rounds to 448.
     """
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).float()
-    scale = largest.clamp_min(1e-12) / FP8_LARGEST
+    scale = scale_of(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).float())
     return (x / scale).to(FP8), scale
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """What values are divided by to be e4m3 ones, from the largest magnitude among them."""
+    return largest.clamp_min(1e-12) / FP8_LARGEST
 
 
 def scaled_matmul(

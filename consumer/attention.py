@@ -63,8 +63,7 @@ TUNED = {  # by bytes of a padded head; 128 and 256 (heads of 64 and 128 in bflo
 
 class Ranges(NamedTuple):
     """int32 on the device. Of each slot: the context low:high and the slots own_low:own_high that it sees. Of each
-    tile of keys, of the context and of the slots: the slots that may see any of it; and of the context the slots
-    context_whole:context_until that see all of it."""
+    tile of keys, of the context and of the slots: the slots that may see any of it."""
 
     low: Tensor
     high: Tensor
@@ -74,8 +73,6 @@ class Ranges(NamedTuple):
     context_past: Tensor
     own_first: Tensor
     own_past: Tensor
-    context_whole: Tensor
-    context_until: Tensor
 
 
 def key_ranges(blocks: Blocks, context: int, window: int | None, tile: int) -> list[NDArray[np.int32]]:
@@ -87,17 +84,14 @@ def key_ranges(blocks: Blocks, context: int, window: int | None, tile: int) -> l
     low, high = seen_from(blocks, window), blocks.see_to
     key_tiles, slot_tiles = (np.arange(0, count, tile) for count in (context, blocks.slots))
     # Slots are sorted by `high`, and but for a window's shifts inside blocks by `low`.
-    nearest, farthest = np.minimum.accumulate(low[::-1])[::-1], np.maximum.accumulate(low)
-    tile_ends = np.minimum(key_tiles + tile, context)
+    nearest = np.minimum.accumulate(low[::-1])[::-1]
     context_first = np.searchsorted(high, key_tiles, side="right")
-    context_past = np.searchsorted(nearest, tile_ends, side="left")
-    whole = np.searchsorted(high, tile_ends, side="left")
-    until = np.maximum(np.searchsorted(farthest, key_tiles, side="right"), whole)
+    context_past = np.searchsorted(nearest, np.minimum(key_tiles + tile, context), side="left")
     own_first = own_low[slot_tiles]
     own_past = own_high[np.minimum(slot_tiles + tile, blocks.slots) - 1]
     if window is not None:
         own_low, own_high = np.maximum(own_low, slots - (window - 1)), slots + 1
-    columns = low, high, own_low, own_high, context_first, context_past, own_first, own_past, whole, until
+    columns = low, high, own_low, own_high, context_first, context_past, own_first, own_past
     return [column.astype(np.int32) for column in columns]
 
 
@@ -188,8 +182,8 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
         slopes: list[Tensor] = []
         sides = (
-            (tuning.each, keys, values, ranges.low, ranges.high, *ranges[4:6], *ranges[8:]),
-            (0, own_keys, own_values, ranges.own_low, ranges.own_high, *ranges[6:8], *2 * [ranges.own_past]),
+            (tuning.each, keys, values, ranges.low, ranges.high, ranges.context_first, ranges.context_past),
+            (0, own_keys, own_values, ranges.own_low, ranges.own_high, ranges.own_first, ranges.own_past),
         )
         for each, k, v, *tables in sides:
             each = min(group, each or group)

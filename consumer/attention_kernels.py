@@ -13,9 +13,7 @@ import triton.language as tl
 # They vary: a kernel for each remainder of 16, and for each place of a table in what was sent to the device as one,
 # would be compiled in the middle of a run, for a second or more.
 COUNTS = ["slots", "context", "count"]
-TABLES = [
-    "low", "high", "own_low", "own_high", "seen_first", "seen_past", "whole_first", "whole_past",
-]  # fmt: skip
+TABLES = ["low", "high", "own_low", "own_high", "seen_first", "seen_past"]
 
 
 @triton.jit
@@ -181,46 +179,9 @@ def queries_kernel(
     tl.store(at, (acc * unit).to(dq.dtype.element_ty), inside)
 
 
-@triton.jit
-def _key_slopes(
-    k, v, k_sum, v_sum, q, slope, lse, delta, q_row, s_row, first, past, slots, low, high, at, scale,
-    MASKED: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what the slots first:past of one head give to the slopes of a tile of keys."""
-    d = tl.arange(0, PAD)
-    m = tl.arange(0, M)
-    for start in tl.range(first, past, M):
-        rows = start + m
-        begin = tl.cast(start, tl.int64)
-        x_at = q + begin * q_row + m[:, None] * q_row + d[None, :]
-        dy_at = slope + begin * s_row + m[:, None] * s_row + d[None, :]
-        if MASKED or D != PAD:
-            valid = rows < slots
-            inside = valid[:, None] & (d[None, :] < D)
-            x = tl.load(x_at, mask=inside, other=0.0)
-            dy = tl.load(dy_at, mask=inside, other=0.0)
-            norm = tl.load(lse + rows, mask=valid, other=0.0)
-            met = tl.load(delta + rows, mask=valid, other=0.0)
-        else:
-            x = tl.load(x_at)
-            dy = tl.load(dy_at)
-            norm = tl.load(lse + rows)
-            met = tl.load(delta + rows)
-        z = tl.dot(k, tl.trans(x), input_precision=PRECISION)
-        p = tl.exp2(z * scale - norm[None, :])
-        if MASKED:
-            lo, hi = tl.load(low + rows, mask=valid, other=0), tl.load(high + rows, mask=valid, other=0)
-            p = tl.where((at[:, None] >= lo[None, :]) & (at[:, None] < hi[None, :]), p, 0.0)
-        v_sum = tl.dot(p.to(dy.dtype), dy, v_sum, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-        ds = p * (dp - met[None, :])
-        k_sum = tl.dot(ds.to(x.dtype), x, k_sum, input_precision=PRECISION)
-    return k_sum, v_sum
-
-
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def keys_kernel(
-    q, keys, values, low, high, seen_first, seen_past, whole_first, whole_past, lse, slope, delta, dk, dv,
+    q, keys, values, low, high, seen_first, seen_past, lse, slope, delta, dk, dv,
     slots, count, group, scale, unit,
     q_head, q_row, k_head, k_row, v_head, v_row, s_head, s_row, d_head, d_row,
     EACH: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
@@ -229,32 +190,40 @@ def keys_kernel(
     shared = (part * EACH // group).to(tl.int64)
     at = tile * N + tl.arange(0, N)
     d = tl.arange(0, PAD)
+    m = tl.arange(0, M)
     inside = (at[:, None] < count) & (d[None, :] < D)
     wide = at.to(tl.int64)
     k = tl.load(keys + shared * k_head + wide[:, None] * k_row + d[None, :], mask=inside, other=0.0)
     v = tl.load(values + shared * v_head + wide[:, None] * v_row + d[None, :], mask=inside, other=0.0)
     k_sum = tl.zeros((N, PAD), tl.float32)
     v_sum = tl.zeros((N, PAD), tl.float32)
-    # The slots of whole:until, a multiple of M, see every key of the tile.
     first, past = tl.load(seen_first + tile), tl.load(seen_past + tile)
-    whole = first + (tl.maximum(tl.load(whole_first + tile) - first, 0) + M - 1) // M * M
-    until = whole + tl.maximum(tl.load(whole_past + tile) - whole, 0) // M * M
-    for one in tl.static_range(EACH):
-        head = (part * EACH + one).to(tl.int64)
-        x, dy = q + head * q_head, slope + head * s_head
-        norm, met = lse + head * slots, delta + head * slots
-        k_sum, v_sum = _key_slopes(
-            k, v, k_sum, v_sum, x, dy, norm, met, q_row, s_row, first, whole, slots, low, high, at, scale,
-            True, D, PAD, M, PRECISION,
-        )  # fmt: skip
-        k_sum, v_sum = _key_slopes(
-            k, v, k_sum, v_sum, x, dy, norm, met, q_row, s_row, whole, until, slots, low, high, at, scale,
-            False, D, PAD, M, PRECISION,
-        )  # fmt: skip
-        k_sum, v_sum = _key_slopes(
-            k, v, k_sum, v_sum, x, dy, norm, met, q_row, s_row, until, past, slots, low, high, at, scale,
-            True, D, PAD, M, PRECISION,
-        )  # fmt: skip
+    tiles = (past - first + M - 1) // M
+    # One loop over heads and tiles of slots: what comes next is loaded beside the products also where heads change.
+    for i in tl.range(0, EACH * tiles):
+        one = 0
+        start = first + i * M
+        if EACH > 1:
+            one = i // tiles
+            start = first + (i - one * tiles) * M
+        head = tl.cast(part * EACH + one, tl.int64)
+        rows = start + m
+        valid = rows < slots
+        begin = tl.cast(start, tl.int64)
+        x_at = q + head * q_head + begin * q_row + m[:, None] * q_row + d[None, :]
+        dy_at = slope + head * s_head + begin * s_row + m[:, None] * s_row + d[None, :]
+        x = tl.load(x_at, mask=valid[:, None] & (d[None, :] < D), other=0.0)
+        dy = tl.load(dy_at, mask=valid[:, None] & (d[None, :] < D), other=0.0)
+        norm = tl.load(lse + head * slots + rows, mask=valid, other=0.0)
+        met = tl.load(delta + head * slots + rows, mask=valid, other=0.0)
+        lo, hi = tl.load(low + rows, mask=valid, other=0), tl.load(high + rows, mask=valid, other=0)
+        z = tl.dot(k, tl.trans(x), input_precision=PRECISION)
+        p = tl.exp2(z * scale - norm[None, :])
+        p = tl.where((at[:, None] >= lo[None, :]) & (at[:, None] < hi[None, :]), p, 0.0)
+        v_sum = tl.dot(p.to(dy.dtype), dy, v_sum, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+        ds = p * (dp - met[None, :])
+        k_sum = tl.dot(ds.to(x.dtype), x, k_sum, input_precision=PRECISION)
     to = part.to(tl.int64) * d_head + wide[:, None] * d_row + d[None, :]
     tl.store(dk + to, (k_sum * unit).to(dk.dtype.element_ty), inside)
     tl.store(dv + to, v_sum.to(dv.dtype.element_ty), inside)

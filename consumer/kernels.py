@@ -9,7 +9,7 @@ them against (on a CPU under TRITON_INTERPRET=1).
     slot_slopes     any objective: overwrites the logits
 
 Logits are [c, V] with stride 1 along V. Reads: c·V twice (cross_entropy), once and with a target's chunk two times two
-(slot_stats), once (slot_slopes). Writes: c·V once.
+(slot_stats), once (slot_slopes). Writes: c·V once; in fp8, where the run says so, beside the logits.
 """
 
 from typing import Any, cast
@@ -19,44 +19,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .objective import Factors, SlotStats
+from ..common.target import scale_of
+from .losses import SLOPE_MAX, Slopes
+from .objective import Factors, SlotStats, slope_scale
 
 BLOCK = 4096  # logits a program takes at a time
 WARPS = 8
+LOWEST = tl.constexpr(-3.0e38)  # finite, so that a lane without a logit gives no NaN
 ADD_BLOCK = 2048
+TURNED = 64  # rows and columns of a tile that is turned round
 
 # A chunk's slots begin anywhere in a micro-batch's: a kernel for each alignment of theirs would be compiled late.
 COLUMNS = [
     "labels", "weights", "ce", "right", "entropy", "lse_out", "target_lse", "kl", "overlap", "below",
-    "lse_in", "entropy_in", "ce_by", "kl_by", "overlap_by", "entropy_by",
+    "lse_in", "entropy_in", "ce_by", "kl_by", "overlap_by", "entropy_by", "scales",
 ]  # fmt: skip
 
 
 @triton.jit
 def _softmax_walk(row, label, size, BLOCK: tl.constexpr):
-    """Running maximum, Σ exp(z - max), Σ exp(z - max)·z and the lowest argmax of one row, and the label's logit."""
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    mean = tl.zeros((), tl.float32)
-    best = tl.zeros((), tl.int32)
+    """Maximum, Σ exp(z - max), Σ exp(z - max)·z and the lowest argmax of one row, and the label's logit.
+
+    Each lane walks for itself and they are joined once at the end: nothing waits for other lanes on the way.
+    """
+    lane = tl.arange(0, BLOCK)
+    tops = tl.full((BLOCK,), LOWEST, tl.float32)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    means = tl.zeros((BLOCK,), tl.float32)
+    bests = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+        at = start + lane
         z = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
-        here = tl.max(z, 0)
-        best = tl.where(here > top, start + tl.argmax(z, 0), best)
-        new = tl.maximum(top, here)
-        scale = tl.exp(top - new)
+        bests = tl.where(z > tops, at, bests)
+        new = tl.maximum(tops, z)
+        scale = tl.exp(tops - new)
         e = tl.exp(z - new)
-        total = total * scale + tl.sum(e, 0)
-        mean = mean * scale + tl.sum(e * tl.where(at < size, z, 0.0), 0)
-        top = new
-    return top, total, mean, best, tl.load(row + label).to(tl.float32)
+        totals = totals * scale + e
+        means = means * scale + e * tl.where(e == 0.0, 0.0, z)
+        tops = new
+    top = tl.max(tops, 0)
+    scale = tl.exp(tops - top)
+    best = tl.min(tl.where(tops == top, bests, size), 0)
+    return top, tl.sum(totals * scale, 0), tl.sum(means * scale, 0), best, tl.load(row + label).to(tl.float32)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _cross_entropy_kernel(
-    logits, labels, weights, ce, right, size, stride, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, labels, weights, ce, right, slopes, size, stride, slopes_stride,
+    GRADIENT: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     row = logits + i * stride
     label = tl.load(labels + i)
@@ -65,12 +76,14 @@ def _cross_entropy_kernel(
     tl.store(ce + i, lse - z_label)
     tl.store(right + i, (best == label).to(tl.int8))
     if GRADIENT:
-        weight = tl.load(weights + i).to(tl.float32)
+        by = tl.load(weights + i).to(tl.float32)
+        if LARGEST > 0:
+            by = LARGEST  # the weight is in the row's scale
         for start in range(0, size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             z = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
-            slope = weight * (tl.exp(z - lse) - tl.where(at == label, 1.0, 0.0))
-            tl.store(row + at, slope.to(logits.dtype.element_ty), mask=at < size)
+            slope = by * (tl.exp(z - lse) - tl.where(at == label, 1.0, 0.0))
+            tl.store(slopes + i * slopes_stride + at, slope.to(slopes.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -112,13 +125,16 @@ def _stats_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _slopes_kernel(
-    logits, target, labels, lse_in, entropy_in, target_lse, below, ce_by, kl_by, overlap_by, entropy_by, size, stride,
-    TARGET: tl.constexpr, BLOCK: tl.constexpr,
+    logits, target, labels, lse_in, entropy_in, target_lse, below, ce_by, kl_by, overlap_by, entropy_by, slopes, scales,
+    size, stride, slopes_stride, TARGET: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     row = logits + i * stride
     label, lse, entropy = tl.load(labels + i), tl.load(lse_in + i), tl.load(entropy_in + i)
     ce, kl, by_entropy = tl.load(ce_by + i), tl.load(kl_by + i), tl.load(entropy_by + i)
+    unit = 1.0
+    if SCALED:
+        unit = 1.0 / tl.load(scales + i)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < size
@@ -130,20 +146,25 @@ def _slopes_kernel(
             p = tl.exp(own - tl.load(target_lse + i))
             less = tl.where(q < p, 1.0, 0.0)
             slope = slope - kl * p + tl.load(overlap_by + i) * q * (tl.load(below + i) - less)
-        tl.store(row + at, slope.to(logits.dtype.element_ty), mask=inside)
+        tl.store(slopes + i * slopes_stride + at, (slope * unit).to(slopes.dtype.element_ty), mask=inside)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, slopes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """CE [c] float32 and whether the argmax is the label [c] of logits [c, V], labels [c].
 
-    With weights [c] the logits become weights·(softmax - onehot) in place.
+    With weights [c] the logits become weights·(softmax - onehot) in place; or, if `slopes` [c, V] is given, that
+    becomes (softmax - onehot)·SLOPE_MAX.
     """
     ce, right = _column(logits), torch.empty(len(logits), dtype=torch.int8, device=logits.device)
+    largest = 0.0 if slopes is None else SLOPE_MAX
+    slopes = logits if slopes is None else slopes
     if len(logits):
         weighted = ce if weights is None else weights.contiguous()
         cast(Any, _cross_entropy_kernel)[(len(logits),)](
-            logits, labels, weighted, ce, right, logits.shape[1], logits.stride(0),
-            GRADIENT=weights is not None, BLOCK=BLOCK, num_warps=WARPS,
+            logits, labels, weighted, ce, right, slopes, logits.shape[1], logits.stride(0), slopes.stride(0),
+            GRADIENT=weights is not None, LARGEST=largest, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return ce, right.bool()
 
@@ -162,17 +183,28 @@ def slot_stats(logits: Tensor, labels: Tensor, target: Tensor | None) -> SlotSta
     return SlotStats(ce, right.bool(), entropy, lse, *(more if target is not None else [None] * 4))
 
 
-def slot_slopes(logits: Tensor, labels: Tensor, target: Tensor | None, stats: SlotStats, factors: Factors) -> Tensor:
-    """As `objective.slot_slopes`, but in place: the logits' own memory is returned."""
+def slot_slopes(
+    logits: Tensor,
+    labels: Tensor,
+    target: Tensor | None,
+    stats: SlotStats,
+    factors: Factors,
+    scaled: torch.dtype | None = None,
+) -> Slopes:
+    """As `objective.slot_slopes`, but in place if they are not scaled: the logits' own memory is returned."""
     _check(logits, target)
     own_lse, below = (stats.lse if column is None else column for column in (stats.target_lse, stats.below))
     by = [factor.float().contiguous() for factor in factors]
+    slopes, scale = logits, None
+    if scaled is not None:
+        slopes, scale = torch.empty_like(logits, dtype=scaled), slope_scale(stats, factors)
     if len(logits):
         cast(Any, _slopes_kernel)[(len(logits),)](
             logits, logits if target is None else target, labels, stats.lse, stats.entropy, own_lse, below, *by,
-            logits.shape[1], logits.stride(0), TARGET=target is not None, BLOCK=BLOCK, num_warps=WARPS,
+            slopes, own_lse if scale is None else scale, logits.shape[1], logits.stride(0), slopes.stride(0),
+            TARGET=target is not None, SCALED=scale is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    return logits
+    return Slopes(slopes, scale)
 
 
 def _column(logits: Tensor) -> Tensor:
@@ -198,6 +230,34 @@ def add_to(total: Tensor, part: Tensor) -> None:
     """total += part of another dtype, both contiguous: torch's own kernel for mixed dtypes moves a third fewer bytes
     a second."""
     cast(Any, _add_kernel)[(triton.cdiv(part.numel(), ADD_BLOCK),)](total, part, part.numel(), BLOCK=ADD_BLOCK)
+
+
+@triton.jit
+def _both_ways_kernel(
+    weight, values, turned, row_scale, column_scale, rows, columns, stride, R: tl.constexpr, C: tl.constexpr
+):
+    i = tl.program_id(0) * R + tl.arange(0, R)
+    j = tl.program_id(1) * C + tl.arange(0, C)
+    inside = (i[:, None] < rows) & (j[None, :] < columns)
+    far, wide = i.to(tl.int64), j.to(tl.int64)
+    w = tl.load(weight + far[:, None] * stride + wide[None, :], mask=inside, other=0.0).to(tl.float32)
+    by_row = tl.load(row_scale + i, mask=i < rows, other=1.0)
+    by_column = tl.load(column_scale + j, mask=j < columns, other=1.0)
+    kind = values.dtype.element_ty
+    tl.store(values + far[:, None] * columns + wide[None, :], (w / by_row[:, None]).to(kind), mask=inside)
+    other_way = tl.trans((w / by_column[None, :]).to(kind))
+    tl.store(turned + wide[:, None] * rows + far[None, :], other_way, mask=tl.trans(inside))
+
+
+def quantise_both_ways(weight: Tensor, values: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor) -> None:
+    """`linears.both_ways` of a weight [N, K] of stride 1 along K, into contiguous tensors."""
+    for dim, into in ((1, scale), (0, turned_scale)):
+        largest = torch.linalg.vector_norm(weight, torch.inf, dim=dim).float()
+        into.copy_(scale_of(largest)[:, None])
+    rows, columns = weight.shape
+    cast(Any, _both_ways_kernel)[(triton.cdiv(rows, TURNED), triton.cdiv(columns, TURNED))](
+        weight, values, turned, scale, turned_scale, rows, columns, weight.stride(0), R=TURNED, C=TURNED
+    )
 
 
 @triton.jit

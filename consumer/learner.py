@@ -41,10 +41,9 @@ from .drafter import (
     check_mask_token,
     pad_token_id,
 )
-from .linears import ALIGNED, DraftMLP, check_fp8, use_fp8, without_fp8
+from .linears import ALIGNED, DraftMLP, Eight, check_fp8, use_fp8, without_fp8
 from .losses import (
     SCALARS,
-    Quantised,
     Scored,
     Summary,
     accepted,
@@ -225,10 +224,10 @@ class DFlashLearner:
         self._objective = Objective.of(run.objective)
         self.weights = MasterWeights(self.drafter, dtype=dtype, device=self.device)
         self._join()
-        self._eight: Quantised | None = None  # the head for logits in fp8
+        self._eight: Eight | None = None  # the head for products in fp8
         if run.trainer.fp8:
             check_fp8(self.device)
-            use_fp8(self.drafter)
+            self.weights.published.append(use_fp8(self.drafter))
             if all(size % ALIGNED == 0 for size in self._head.shape):
                 self._eight = quantised_head(self._head)
         self._optimizer = build_optimizer(self.weights, run.optimizer)

@@ -20,11 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..common.target import quantise, scaled_matmul
+from .linears import SLOPE, Eight
 
 TILE = 128, 256  # of a large matrix product
+SLOPE_MAX = torch.finfo(SLOPE).max
 
-Quantised = tuple[Tensor, Tensor]
-"""e4m3 values [R, K] of a matrix and float32 scales [R, 1]."""
+
+class Slopes(NamedTuple):
+    """dL/dz of a chunk of logits: values [c, V], times scale [c] if they are `SLOPE` ones."""
+
+    values: Tensor
+    scale: Tensor | None = None
 
 
 class Scored(NamedTuple):
@@ -42,7 +48,7 @@ def head_cross_entropy(
     labels: Tensor,
     weights: Tensor,
     *,
-    eight: Quantised | None = None,
+    eight: Eight | None = None,
     chunk_bytes: int = 2**26,
 ) -> Scored:
     """Weighted cross-entropy sum of slots through a frozen head.
@@ -56,18 +62,31 @@ def head_cross_entropy(
     return Scored(loss, losses, hits, weights)
 
 
-def quantised_head(head_weight: Tensor) -> Quantised:
-    """A head [V, H] for `head_logits`; in pieces, as its float32 copy would be the largest tensor of all."""
-    values, scales = zip(*(quantise(part) for part in head_weight.split(2**13)), strict=True)
-    return torch.cat(values), torch.cat(scales)
+def quantised_head(head_weight: Tensor) -> Eight:
+    """A head [V, H] for `head_logits` and `through_head`; in pieces, as its float32 copy would be the largest tensor of
+    all."""
+    pieces = [quantise(part) for part in head_weight.split(2**13)]
+    turned = [quantise(part.t().contiguous()) for part in head_weight.split(2**8, 1)]
+    values, scale, turned, turned_scale = (
+        torch.cat(part) for pair in (pieces, turned) for part in zip(*pair, strict=True)
+    )
+    return values, scale, turned, turned_scale
 
 
-def head_logits(hidden: Tensor, head_weight: Tensor, eight: Quantised | None = None) -> Tensor:
-    """[n, V] of hidden [n, H] through a head [V, H]. eight: the same head quantised, for a product in fp8; the slope
-    goes back through the head itself, as the small ones of unlikely tokens are below what e4m3 holds."""
+def head_logits(hidden: Tensor, head_weight: Tensor, eight: Eight | None = None) -> Tensor:
+    """[n, V] of hidden [n, H] through a head [V, H]. eight: the same head quantised, for a product in fp8."""
     if eight is None:
         return hidden @ head_weight.T
-    return scaled_matmul(*quantise(hidden), *eight, hidden.dtype)
+    return scaled_matmul(*quantise(hidden), *eight[:2], hidden.dtype)
+
+
+def through_head(slopes: Slopes, head_weight: Tensor, eight: Eight | None, out: Tensor) -> None:
+    """The slopes of `head_logits`'s hidden [c, H] into `out`. In fp8, if they are, their products are summed in full:
+    they are as many as the vocabulary has tokens."""
+    if slopes.scale is None or eight is None:
+        torch.mm(slopes.values, head_weight, out=out)
+    else:
+        out.copy_(scaled_matmul(slopes.values, slopes.scale[:, None], *eight[2:], out.dtype, fast=False))
 
 
 def chunk_rows(rows: int, head_weight: Tensor, chunk_bytes: int) -> int:
@@ -112,7 +131,7 @@ def softmax_parts(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Te
     return losses, hits, slope.to(logits.dtype)
 
 
-def fused_cross_entropy() -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+def fused_cross_entropy() -> Callable[..., tuple[Tensor, Tensor]]:
     """Imported on first use: a CPU run never needs Triton."""
     from .kernels import cross_entropy
 
@@ -127,7 +146,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         head_weight: Tensor,
         labels: Tensor,
         weights: Tensor,
-        eight: Quantised | None,
+        eight: Eight | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -137,15 +156,20 @@ class _HeadCrossEntropy(torch.autograd.Function):
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             logits = head_logits(hidden[part], head_weight, eight)
-            if hidden.is_cuda:  # in place: the logits become weights·(softmax - onehot)
+            if hidden.is_cuda:  # in place, if not in fp8: the logits become weights·(softmax - onehot)
                 by = None if gradient is None else weights[part]
-                losses[part], hits[part] = fused_cross_entropy()(logits, labels[part], by)
-                if gradient is not None:
-                    torch.mm(logits, head_weight, out=gradient[part])
+                beside = None if by is None or eight is None else torch.empty_like(logits, dtype=SLOPE)
+                losses[part], hits[part] = fused_cross_entropy()(logits, labels[part], by, beside)
+                slope = logits if beside is None else beside
             else:
                 losses[part], hits[part], slope = softmax_parts(logits, labels[part], wide)
-                if gradient is not None:
-                    gradient[part] = (slope @ head_weight) * weights[part, None]
+                if eight is not None:
+                    slope = (slope.to(wide) * SLOPE_MAX).to(SLOPE)
+            if gradient is not None:
+                scale = None if eight is None else weights[part].float() / SLOPE_MAX
+                through_head(Slopes(slope, scale), head_weight, eight, gradient[part])
+                if not hidden.is_cuda and eight is None:
+                    gradient[part] *= weights[part, None]
         ctx.save_for_backward(*([] if gradient is None else [gradient]))
         ctx.mark_non_differentiable(losses, hits)
         return (losses * weights).sum(), losses, hits

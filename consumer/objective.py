@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..common.runfile import TARGET_TERMS, ObjectiveSettings
-from .losses import Quantised, Scored, head_logits
+from .linears import SLOPE, Eight
+from .losses import SLOPE_MAX, Scored, Slopes, head_logits, through_head
 
 HYBRID_RATE = 3.0  # of the blend's exponent
 LEAST_OVERLAP = 1e-6  # below it -log α is as good as flat: its slope would only be rounding
@@ -183,8 +184,16 @@ def slot_stats(logits: Tensor, labels: Tensor, target: Tensor | None) -> SlotSta
     return SlotStats(ce, right, entropy, lse, target_lse, kl, torch.minimum(p, q).sum(-1), below)
 
 
-def slot_slopes(logits: Tensor, labels: Tensor, target: Tensor | None, stats: SlotStats, factors: Factors) -> Tensor:
-    """dL/dz [c, V] in the logits' dtype, from the same arguments as `slot_stats` and what came of them."""
+def slot_slopes(
+    logits: Tensor,
+    labels: Tensor,
+    target: Tensor | None,
+    stats: SlotStats,
+    factors: Factors,
+    scaled: torch.dtype | None = None,
+) -> Slopes:
+    """dL/dz [c, V] in the logits' dtype, from the same arguments as `slot_stats` and what came of them. scaled: another
+    dtype, of values up to SLOPE_MAX that the slots' scales are to be multiplied with."""
     z = logits.to(stats.lse.dtype)
     log_q = z - stats.lse[:, None]
     q = log_q.exp()
@@ -194,14 +203,25 @@ def slot_slopes(logits: Tensor, labels: Tensor, target: Tensor | None, stats: Sl
     if target is not None and stats.target_lse is not None and stats.below is not None:
         p = (target.to(z.dtype) - stats.target_lse[:, None]).exp()
         slope = slope - kl * p + overlap * q * (stats.below[:, None] - (q < p).to(z.dtype))
-    return slope.to(logits.dtype)
+    if scaled is None:
+        return Slopes(slope.to(logits.dtype))
+    scale = slope_scale(stats, factors)
+    return Slopes((slope / scale[:, None]).to(scaled), scale)
+
+
+def slope_scale(stats: SlotStats, factors: Factors) -> Tensor:
+    """What slots' slopes [c, V] are divided by to be at most SLOPE_MAX, float32 [c]: from a bound of each term, as
+    finding the largest would be another walk. One that is too wide costs no precision, there is range to spare."""
+    entropy = factors.entropy.abs() * (stats.entropy.abs() + 0.5)  # q·|log q| is at most 1/e
+    bound = factors.ce.abs() + factors.kl.abs() + factors.overlap.abs() + entropy
+    return bound.float().clamp_min(1e-30) / SLOPE_MAX
 
 
 class Backend(NamedTuple):
     """Two ways to the same numbers: `PLAIN`, and the kernels of kernels.py."""
 
     stats: Callable[[Tensor, Tensor, Tensor | None], SlotStats]
-    slopes: Callable[[Tensor, Tensor, Tensor | None, SlotStats, Factors], Tensor]
+    slopes: Callable[[Tensor, Tensor, Tensor | None, SlotStats, Factors, torch.dtype | None], Slopes]
 
 
 PLAIN = Backend(slot_stats, slot_slopes)
@@ -236,12 +256,12 @@ def score_through_head(
     target: Tensor | None,
     backend: Backend = PLAIN,
     *,
-    eight: Quantised | None = None,
+    eight: Eight | None = None,
 ) -> Scored:
     """L's numerator of slots through a frozen head, a run of whole blocks at a time; no logits outlive their run.
 
     hidden [n, H], head [V, H], target: the target's normalised last hidden states [n, H] one row before each label, or
-    None if `objective` has no term that needs them; eight: for the drafter's logits, see `head_logits`. Only
+    None if `objective` has no term that needs them; eight: for products in fp8, see `head_logits`. Only
     dh = dz·head is kept, since the head is frozen.
     """
     if target is None and objective.needs_target:
@@ -260,7 +280,7 @@ class _ThroughHead(torch.autograd.Function):
         objective: Objective,
         target: Tensor | None,
         backend: Backend,
-        eight: Quantised | None,
+        eight: Eight | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss, ce, weights = (hidden.new_empty(len(slots.labels), dtype=wide) for _ in range(3))
@@ -274,8 +294,9 @@ class _ThroughHead(torch.autograd.Function):
             scores = score(objective, stats, slots.weights[run], slots.cells[run], slots.blocks, slots.size)
             ce[run], right[run], weights[run], loss[run] = stats.ce, stats.right, scores.weights, scores.loss
             if gradient is not None:
-                slopes = backend.slopes(logits, slots.labels[run], own, stats, scores.factors)
-                torch.mm(slopes, head, out=gradient[run])
+                scaled = None if eight is None else SLOPE
+                slopes = backend.slopes(logits, slots.labels[run], own, stats, scores.factors, scaled)
+                through_head(slopes, head, eight, gradient[run])
         ctx.save_for_backward(*([] if gradient is None else [gradient]))
         ctx.mark_non_differentiable(ce, right, weights)
         return loss.sum(), ce, right, weights

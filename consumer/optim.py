@@ -54,6 +54,7 @@ class MasterWeights:
         self.masters = torch.cat([p.detach().reshape(-1).float() for _, p in named]).to(device)
         self.gradients = torch.zeros_like(self.masters)
         self.compute = self.masters if dtype == torch.float32 else self.masters.to(dtype)
+        self.published: list[Callable[[], None]] = []  # called whenever the compute copies have changed
         self._shapes = {name: p.shape for name, p in named}
         parts = zip(named, self.views(self.compute).values(), self.views(self.gradients).values(), strict=True)
         for (_, parameter), weights, gradient in parts:
@@ -84,9 +85,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Casts the masters into the compute copies."""
+        """Casts the masters into the compute copies, and tells `published`."""
         if self.compute is not self.masters:
             self.compute.copy_(self.masters)
+        for told in self.published:
+            told()
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:

@@ -103,7 +103,7 @@ def test_a_token_count_that_equals_the_hidden_size():
 def test_slopes_through_the_activation_are_autograds():
     """`_SwigluDown` against autograd through the same formula, in float64."""
     both, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 14), (3, 7)))
-    found = linears._SwigluDown.apply(both, weight, False)
+    found = linears._SwigluDown.apply(both, weight)
     gate, up = both.chunk(2, -1)
     plain = (torch.nn.functional.silu(gate) * up) @ weight.t()
     torch.testing.assert_close(found, plain)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from paceline.common.errors import ConfigError
 from paceline.common.runfile import ObjectiveSettings, RunFile
 from paceline.consumer.learner import DFlashLearner
-from paceline.consumer.losses import head_cross_entropy
+from paceline.consumer.linears import SLOPE
+from paceline.consumer.losses import SLOPE_MAX, head_cross_entropy
 from paceline.consumer.objective import (
     PLAIN,
     Objective,
@@ -205,6 +206,16 @@ def chunk(request):
     return z.to(DEVICE), t.to(DEVICE), labels.to(DEVICE)
 
 
+EIGHT = SLOPE if DEVICE == "cuda" else torch.float32  # the interpreter rounds to eight bits wrongly
+
+
+def in_eight_bits(values, scale, wanted):
+    """Two bits of mantissa are off by at most an eighth; what is below the format's smallest number by half of it."""
+    found, smallest = values.float() * scale[:, None], torch.finfo(SLOPE).smallest_normal / 4
+    assert bool(((found - wanted).abs() <= wanted.abs() / 8 * 1.001 + scale[:, None] * smallest).all())
+    assert float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
 @needs_triton
 def test_kernel_of_cross_entropy(kernels, chunk):
     z, _, labels = chunk
@@ -219,6 +230,9 @@ def test_kernel_of_cross_entropy(kernels, chunk):
     again, _ = kernels.cross_entropy(kept, labels, weights)
     assert torch.equal(again, ce)
     torch.testing.assert_close(kept, slopes, rtol=1e-5, atol=1e-7)
+    eight, kept = torch.empty_like(z, dtype=EIGHT), z.clone()
+    assert torch.equal(kernels.cross_entropy(kept, labels, weights, eight)[0], ce) and torch.equal(kept, z)
+    in_eight_bits(eight.to(SLOPE), weights / SLOPE_MAX, slopes)
 
 
 @needs_triton
@@ -235,10 +249,14 @@ def test_kernels_of_any_objective(kernels, chunk, name):
             torch.testing.assert_close(one, two, rtol=2e-5, atol=2e-5, msg=lambda m, field=field: f"{field}: {m}")
     cells = torch.tensor([1, 2, 3, 5, 6, 9, 13, 14], device=DEVICE)
     scores = score(objective, plain, torch.linspace(0.2, 1.7, 8, device=DEVICE), cells, 4, 4)
-    expected = slot_slopes(z, labels, own, plain, scores.factors)
+    expected = slot_slopes(z, labels, own, plain, scores.factors).values
     logits = z.clone()
-    found = kernels.slot_slopes(logits, labels, own, stats, scores.factors)
-    assert found.data_ptr() == logits.data_ptr()
+    for form, kind in ((slot_slopes, SLOPE), (kernels.slot_slopes, EIGHT)):
+        slopes, scale = form(logits, labels, own, plain, scores.factors, kind)
+        assert slopes.dtype == kind and bool((slopes.float().abs() <= SLOPE_MAX).all()) and torch.equal(z, logits)
+        in_eight_bits(slopes.to(SLOPE), scale, expected)
+    found, scale = kernels.slot_slopes(logits, labels, own, stats, scores.factors)
+    assert found.data_ptr() == logits.data_ptr() and scale is None
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -252,8 +270,8 @@ def test_kernels_take_half_precision_logits(kernels, chunk):
     ce, _ = kernels.cross_entropy(z.clone(), labels, None)
     torch.testing.assert_close(ce, plain.ce, rtol=2e-5, atol=2e-5)
     scores = score(OBJECTIVES["mix"], plain, torch.ones(8, device=DEVICE), torch.arange(1, 9, device=DEVICE), 1, 9)
-    expected = slot_slopes(z, labels, t, plain, scores.factors)
-    found = kernels.slot_slopes(z.clone(), labels, t, stats, scores.factors)
+    expected = slot_slopes(z, labels, t, plain, scores.factors).values
+    found = kernels.slot_slopes(z.clone(), labels, t, stats, scores.factors).values
     torch.testing.assert_close(found.float(), expected.float(), rtol=1e-2, atol=1e-6)
 
 
