@@ -295,14 +295,18 @@ def test_packed_states_on_a_gpu(make_tiny_target, kind, compile_, caplog, plain_
     target = load(folder, dtype="bfloat16", device="cuda")
     layers = CompiledLayers(0, 256) if compile_ else None
     target.self_check(faster=layers)
-    assert target.mode == "packed" and not warnings(caplog), caplog.text
-    assert layers is None or layers.installed
+    told = warnings(caplog)
+    assert target.mode == "packed", caplog.text
+    if kind == "qwen3_next" and told:  # a mixture's tokens may choose other experts for a rounding
+        assert layers is not None and not layers.installed and "states differ from a row's alone by 0." in told[0]
+    else:
+        assert not told and (layers is None or layers.installed), caplog.text
     for lengths in (LENGTHS, [700, 5, 1, 64, 65, 400], [1] * 20):
         tokens, cu_seqlens = batch(lengths)
         states, wanted = states_of(target, tokens, cu_seqlens), reference_states(folder, tokens, cu_seqlens)
         error = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-3)
         assert float(error.median()) < 0.05
-        if kind == "qwen3_5":  # a mixture's tokens may choose other experts for a rounding
+        if kind == "qwen3_5":  # no mixture
             assert float(error.quantile(0.95)) < 0.1 and float(error.mean()) < 0.05
             for start in cu_seqlens[1:-1]:  # where a state that is not reset shows first
                 assert float(error[:, start : start + 4].mean()) < 0.1
