@@ -98,7 +98,7 @@ def _stats_kernel(
     lse = top + tl.log(total)
     tl.store(ce + i, lse - z_label)
     tl.store(right + i, (best == label).to(tl.int8))
-    tl.store(entropy + i, lse - mean / total)
+    tl.store(entropy + i, lse - mean / total)  # pyright: ignore[reportOperatorIssue]
     tl.store(lse_out + i, lse)
     if TARGET:
         own = target + i * stride

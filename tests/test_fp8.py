@@ -2,6 +2,7 @@
 
 import types
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -434,13 +435,14 @@ def test_a_step_quantises_the_weights_anew(joint):
     drafter = make_drafter(CONFIG)
     weights = MasterWeights(drafter, dtype=torch.bfloat16, device="cpu")
     if joint:
-        mlp = drafter.get_submodule("layers.0.mlp")
+        mlp: Any = drafter.get_submodule("layers.0.mlp")
         mlp.joint = (weights.joined([f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]),)
     weights.published.append(linears.use_fp8(drafter))
     weights.masters.mul_(-3)
     weights.publish()
     checked = 0
-    for module in drafter.modules():
+    modules: list[Any] = list(drafter.modules())
+    for module in modules:
         if getattr(module, "fp8", False):
             own = module.products if isinstance(module, linears.DraftMLP) else [module.weight]
             for weight, eight in zip(own, module.eight, strict=True):
