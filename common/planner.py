@@ -44,8 +44,9 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.0,
 }
 # Shares of that peak measured on an H200 at Qwen3-8B's size (docs/performance.md): target forward, compiled and plain,
-# and the drafter's step.
-TARGET_SHARE, PLAIN_TARGET_SHARE, DRAFTER_SHARE = 0.61, 0.45, 0.58
+# and the drafter's step; and how many times as fast they are with fp8 products.
+TARGET_SHARE, PLAIN_TARGET_SHARE, DRAFTER_SHARE = 0.61, 0.45, 0.59
+TARGET_FP8, PLAIN_TARGET_FP8, DRAFTER_FP8 = 1.5, 1.15, 1.35
 SMALLEST_HIDDEN = 2048  # narrower models leave a GPU idle between kernels: their speed cannot be had from arithmetic
 SUPERVISED_SHARE = 0.8  # of a row's tokens, where no prepared rows say
 
@@ -229,8 +230,11 @@ def _speed(
         )
     share = SUPERVISED_SHARE if supervised is None else supervised
     reached = TARGET_SHARE if run.target.compile else PLAIN_TARGET_SHARE
+    if run.target.fp8:
+        reached *= TARGET_FP8 if run.target.compile else PLAIN_TARGET_FP8
     target = reached * peak * 1e9 / target_flops(info, last_layer, run.data.max_length)
-    drafter = DRAFTER_SHARE * peak * 1e9 / drafter_flops(run, shape, share)
+    trained = DRAFTER_SHARE * (DRAFTER_FP8 if run.trainer.fp8 else 1)
+    drafter = trained * peak * 1e9 / drafter_flops(run, shape, share)
     return Speed(Rates(target, drafter), "Ktok/s", f"estimated for {gpus[0].name} from the shapes"), ""
 
 

@@ -193,8 +193,8 @@ class TrainerSettings(Section):
     )
     fp8: bool = Field(
         default=False,
-        description="The drafter's forward and input-gradient matmuls and the head's logits in fp8 (e4m3), on GPUs "
-        "that have it; weight gradients, the way back through the head and evaluations' logits stay in dtype",
+        description="The drafter's forward and input-gradient matmuls and both of the frozen head's in fp8, on GPUs "
+        "that have it; weight gradients and an evaluation's logits stay in dtype",
     )
     batches_per_step: PositiveInt = Field(
         default=1, description="Whole batches in an optimiser step, over all ranks (G)"
