@@ -219,18 +219,20 @@ class PaddedLearner(DFlashLearner):
         return cos[:, None], sin[:, None]
 
     def _tables(self, meta: RecordMeta, epoch: int) -> list[tuple[tuple[int, int], Tables]]:
-        """Token span and tables of each micro-batch: as many rows as `trainer.micro_tokens` has room for."""
+        """Token span and tables of each micro-batch: no more rows than `trainer.micro_tokens` has room for, and as many
+        in each if they divide, as every other number is compiled anew."""
         cu = meta.cu_seqlens.tolist()
         bounds = list(pairwise(cu))
         drawn = self._anchors(meta, epoch)
         blocks, most = max(len(row) for row in drawn), max(1, self.run.trainer.micro_tokens // LENGTH)
         micros = []
-        for first in range(0, len(bounds), most):
-            rows = bounds[first : first + most]
+        even = -(-len(bounds) // -(-len(bounds) // most))
+        for first in range(0, len(bounds), even):
+            rows = bounds[first : first + even]
             tables = pad_blocks(
                 [meta.tokens[start:end] for start, end in rows],
                 [meta.mask[start:end] for start, end in rows],
-                drawn[first : first + most],
+                drawn[first : first + even],
                 blocks=blocks,
                 block_size=self.config.block_size,
                 mask_token_id=self.config.mask_token_id,

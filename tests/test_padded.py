@@ -107,3 +107,10 @@ def test_the_compiled_step_on_a_gpu(dtype):
     limit = 0.02 if dtype == torch.float32 else 0.1  # TF32 and bfloat16 products
     np.testing.assert_allclose(others[:2], sums[:2], rtol=limit)
     assert float((other.cpu() - gradient).norm() / gradient.norm()) < limit
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [((9,) * 6, [3, 3]), ((9,) * 5, [3, 2]), ((9,) * 4, [4])])
+def test_micro_batches_are_of_one_size_where_rows_divide(lengths, rows):
+    meta = make_rows(*lengths, prompt=1).meta(list(range(len(lengths))))
+    micros = learner_of(PaddedLearner, trainer={"micro_tokens": 4 * LENGTH})._tables(meta, 0)
+    assert [len(tables.ids) for _, tables in micros] == rows
