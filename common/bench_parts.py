@@ -28,6 +28,7 @@ from .runfile import load, toml_value
 
 LARGE, SMALL = "qwen3-8b", "smollm2-135m"  # shapes measured unless another is asked for, on a GPU and without
 PADDED, PLAIN = "padded-512", "padded-plain"
+RESIDENT = "-resident"  # after "full" or "chat"
 PADDED_LENGTH = 512
 GIB = 2**30
 
@@ -67,7 +68,8 @@ class Measured:
 class StepOptions(Measured):
     """full: `rows` rows of `length` tokens, one a micro-batch, with `anchors` blocks each. chat: as many tokens in rows
     of a chat's lengths (512 at most), packed; padded-512: those rows, each computed as 512 positions; padded-plain:
-    those rows and their blocks as plain PyTorch computes them padded."""
+    those rows and their blocks as plain PyTorch computes them padded. full-resident, chat-resident: with the states on
+    the device from the start."""
 
     kinds: tuple[str, ...] = ("full",)
     rows: int = 4
@@ -194,6 +196,9 @@ def step_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> di
         if "chat" in arms and padded in arms:
             rate, other = (arms[name]["supervised_blocks_per_s"] for name in ("chat", padded))
             arms["chat"][ratio] = rate / other
+    for name, arm in arms.items():
+        if (resident := arms.get(name + RESIDENT)) is not None:
+            arm["of_resident"] = resident["row_ms"] / arm["row_ms"]
     return arms
 
 
@@ -230,6 +235,7 @@ _SHARED_ROWS = (
 _STEP_ROWS = (
     ("fwd + bwd a row, ms", "row_ms", "{:.1f}"),
     ("  p10, p90", ("row_ms_p10", "row_ms_p90"), "{:.1f}, {:.1f}"),
+    ("  of states on the device", "of_resident", "{:.3f}"),
     ("optimiser step, ms", "update_ms", "{:.1f}"),
     ("context Ktok/s", "context_tokens_per_s", "K"),
     ("draft positions/s", "positions_per_s", "{:,.0f}"),  # slot 0 included

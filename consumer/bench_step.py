@@ -1,8 +1,8 @@
 """A drafter's step alone: `python -m paceline.consumer.bench_step RUN.toml OPTIONS` prints its times as JSON.
 
 The learner is the trainer's own and its records lie in page-locked memory: an arm is a record, and `train_record` does
-with it what it does in a run. Arms are measured in turn, each with a learner of its own. Started by
-common/bench_parts.py.
+with it what it does in a run. Arms are measured in turn; those of one kind of learner share it, with a reader of their
+own. In a resident arm the record lies on the GPU. Started by common/bench_parts.py.
 
 A padded implementation is measured with the same model and the same kernels: its record has all rows at 512 positions
 and as many blocks in each row as the row with most needs, every slot scored. What that computes is what padding would
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..common.bench_parts import PADDED, PADDED_LENGTH, PLAIN, StepOptions, chat_lengths, prompt_tokens
+from ..common.bench_parts import PADDED, PADDED_LENGTH, PLAIN, RESIDENT, StepOptions, chat_lengths, prompt_tokens
 from ..common.errors import PacelineError
 from ..common.flops import step_flops
 from ..common.footprint import Shape
@@ -38,6 +38,7 @@ from .ceilings import wait
 from .learner import DFlashLearner, build_learner
 from .padded import PaddedLearner
 from .rehearsal import check_compiled
+from .transfer import ResidentReader, StateReader
 
 EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
 WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
@@ -54,15 +55,39 @@ class Arm(NamedTuple):
     context: int  # tokens of use
     blocks: int | None = None
     learner: type[DFlashLearner] = DFlashLearner
+    reader: type[StateReader] = StateReader
 
 
 def measure(run_path: str, options: StepOptions) -> dict[str, Any]:
     """By the arm's name: seconds of each repetition and of its update, and what each did."""
-    return {kind: measure_arm(run_path, kind, make_arm(run_path, kind, options), options) for kind in options.kinds}
+    found: dict[str, Any] = {}
+    learner: DFlashLearner | None = None
+    for kind in options.kinds:
+        arm = make_arm(run_path, kind, options)
+        run = load(run_path, [*arm.settings, *options.settings])
+        info = target_info(run.target.path, run.target.trust_remote_code)
+        layers = resolve_layer_ids(run, info)
+        if type(learner) is not arm.learner:
+            learner = None  # before the next one takes its memory
+            _clean_up()
+            doing(f"{kind}: building the drafter")
+            learner = build_learner(run, info, layers, device=torch.device(options.device), kind=arm.learner)
+        assert learner is not None
+        learner.reuse(run, arm.reader)
+        found[kind] = measure_arm(learner, kind, arm, options, layers, info)
+        _clean_up()
+    return found
+
+
+def _clean_up() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
-    """The rows of "full", "chat", "padded-512" or "padded-plain"."""
+    """The rows of "full", "chat", "padded-512" or "padded-plain"; of the first two also with RESIDENT after it."""
+    if kind.endswith(RESIDENT):
+        return make_arm(run_path, kind.removesuffix(RESIDENT), options)._replace(reader=ResidentReader)
     if kind == "full":
         # Anchors keep away from the row's end, so that every block is whole and their number is exact.
         whole = options.length - options.block_size + 1
@@ -86,15 +111,12 @@ def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
     return Arm(settings, [PADDED_LENGTH] * same, [(0, PADDED_LENGTH)] * same, sum(lengths), sum(counts))
 
 
-def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dict[str, Any]:
+def measure_arm(
+    learner: DFlashLearner, name: str, arm: Arm, options: StepOptions, layers: list[int], info: TargetInfo
+) -> dict[str, Any]:
     """Times of forward and backward over the arm's rows, and of the optimiser's step after it."""
-    run = load(run_path, [*arm.settings, *options.settings])
-    info = target_info(run.target.path, run.target.trust_remote_code)
-    layers = resolve_layer_ids(run, info)
-    device = torch.device(options.device)
+    run, device = learner.run, learner.device
     meta = describe(run, arm, layers, info)
-    doing(f"{name}: building the drafter")
-    learner = build_learner(run, info, layers, device=device, kind=arm.learner)
     buffer = random_states(meta, on_gpu=device.type == "cuda")
     try:
         repetitions = _time(learner, meta, memoryview(buffer), device, options, name)
@@ -103,9 +125,6 @@ def measure_arm(run_path: str, name: str, arm: Arm, options: StepOptions) -> dic
         forget_states(buffer, on_gpu=device.type == "cuda")
     peak, computing = (max(values) for values in zip(*((one.peak, one.computing) for one in repetitions), strict=True))
     moments = learner.optimizer_bytes()
-    del learner
-    gc.collect()
-    torch.cuda.empty_cache()
     work = [count_work(run, meta, epoch, info, len(layers)) for epoch in range(EPOCHS)]
     if arm.blocks is not None:
         work = [done | {"blocks": arm.blocks} for done in work]

@@ -231,7 +231,7 @@ class DFlashLearner:
             if all(size % ALIGNED == 0 for size in self._head.shape):
                 self._eight = quantised_head(self._head)
         self._optimizer = build_optimizer(self.weights, run.optimizer)
-        self._reader = StateReader(self.device, dtype)
+        self._dtype, self._reader = dtype, StateReader(self.device, dtype)
         if self.device.type == "cuda":
             self.drafter.compile_parts()
         self._reduction = Stopwatch(self.device)
@@ -246,6 +246,14 @@ class DFlashLearner:
             if isinstance(module, DraftMLP):
                 parts = [f"{name}.{part}.weight" for part in ("gate_proj", "up_proj")]
                 module.joint = (self.weights.joined(parts),)
+
+    def reuse(self, run: RunFile, reader: type[StateReader] = StateReader) -> None:
+        """Goes on with a run file that draws other anchors or cuts other micro-batches, and differs in nothing else;
+        what was prepared is forgotten. For benchmarks: a large drafter takes a minute to build and to compile."""
+        self.run = run
+        self._ahead.clear()
+        self._reader = reader(self.device, self._dtype)
+        self._graphs = self.compiled()
 
     # Records
 

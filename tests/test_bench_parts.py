@@ -16,6 +16,7 @@ from paceline.common.bench_parts import (
     target_figures,
 )
 from paceline.common.cli import main
+from paceline.common.cli_bench import _KINDS
 from paceline.common.flops import forward_flops, step_flops
 from paceline.common.footprint import Shape
 
@@ -74,6 +75,12 @@ def test_packed_to_padded_compares_blocks_of_use():
     arms[PLAIN] = _arm(context_tokens=100, step_s=[8.0, 16.0, 8.0])
     chat = step_figures(arms, {"matmul_tflops": 8.0})["chat"]
     assert chat["packed_to_padded"] == pytest.approx(3) and chat["packed_to_plain"] == pytest.approx(4)
+
+
+def test_states_on_the_way_are_compared_with_states_on_the_device():
+    arms = {"full": _arm(context_tokens=1), "full-resident": _arm(context_tokens=1, step_s=[1.5] * 3)}
+    found = step_figures(arms, {"matmul_tflops": 8.0})
+    assert found["full"]["of_resident"] == pytest.approx(0.75) and "of_resident" not in found["full-resident"]
 
 
 def test_each_streaming_arm_is_compared_with_the_same_rows_alone():
@@ -240,7 +247,7 @@ def test_a_target_that_was_not_compiled_is_told_of(make_tiny_target, capsys, tmp
 @pytest.mark.slow
 def test_a_step_on_a_cpu(make_tiny_target, capsys):
     command = "bench step --device cpu --steps 3 --rows 2 --length 64 --anchors 5 --block-size 4 --layers 1 --json"
-    kinds = [option for kind in ("full", "chat", PADDED, PLAIN) for option in ("--rows-kind", kind)]
+    kinds = [option for kind in (*_KINDS, "full") for option in ("--rows-kind", kind)]
     assert main([*command.split(), *kinds, "--target-config", str(make_tiny_target("qwen3"))]) == 0
     report = json.loads(capsys.readouterr().out)
     full = report["arms"]["full"]
@@ -248,6 +255,8 @@ def test_a_step_on_a_cpu(make_tiny_target, capsys):
     assert full["positions_per_s"] == pytest.approx(4 * full["supervised_blocks_per_s"])
     assert full["of_matmul"] == pytest.approx(full["tflops"] / report["ceilings"]["matmul_tflops"])
     chat, plain = report["arms"]["chat"], report["arms"][PLAIN]
+    assert list(report["arms"]) == list(_KINDS)
+    assert full["of_resident"] > 0.1 and report["arms"]["full-resident"]["positions"] == full["positions"]
     assert chat["packed_to_padded"] > 0 and chat["packed_to_plain"] > 0 and report["ceilings"]["torch"]
     assert plain["positions"] == chat["positions"], "what is of use is the same"
 

@@ -282,3 +282,24 @@ def test_gpu_memory_is_held_in_segments_that_grow(tmp_path: Path, monkeypatch: p
     environment = os.environ | paths.torch_environment()
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "True" and not found.stderr
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_resident_states_are_those_of_the_first_time(device: str, scaled: bool, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU there is no other place to be: a copy stands for it."""
+    real = torch.Tensor.to
+
+    def moved(tensor: torch.Tensor, *to: Any, **options: Any) -> torch.Tensor:
+        return tensor.clone() if to == (CPU,) else real(tensor, *to, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    readings = [record(seed, 5, 9, scaled=scaled) for seed in (1, 2)]
+    reader = transfer.ResidentReader(torch.device(device), torch.float32)
+    wanted = [read(reader, reading, n) for n, reading in enumerate(readings)]
+    monkeypatch.undo()
+    assert all(same(found, reading) for found, reading in zip(wanted, readings, strict=True))
+    for n, reading in enumerate(readings):
+        reading.states.zero_()
+        reader.expect(n, reading)
+        assert all(map(torch.equal, read(reader, reading, n), wanted[n]))
