@@ -192,6 +192,11 @@ class MasterMuon(MasterOptimizer):
     def __init__(self, weights: MasterWeights, settings: OptimizerSettings) -> None:
         super().__init__(weights, settings)
         self._momentum = torch.zeros_like(weights.masters[: weights.matrices])
+        masters, updates = weights.views(weights.masters), weights.views(weights.gradients)
+        self._groups = [
+            ([masters[name] for name in names], [updates[name] for name in names])
+            for names in same_shapes({name: part.shape for name, part in masters.items() if part.ndim > 1})
+        ]
         tail = slice(weights.matrices, None)
         self._moments = {name: torch.zeros_like(weights.masters[tail]) for name in MOMENTS}
         vectors = {"masters": weights.masters[tail], "gradients": weights.gradients[tail], **self._moments}
@@ -202,12 +207,11 @@ class MasterMuon(MasterOptimizer):
         flat = self._weights.gradients[: self._weights.matrices]
         self._momentum.lerp_(flat, 1 - momentum)
         flat.lerp_(self._momentum, momentum)
-        masters, updates = self._weights.views(self._weights.masters), self._weights.views(self._weights.gradients)
-        for name, matrix in masters.items():
-            if matrix.ndim > 1:
-                update = orthogonalised(updates[name])
-                matrix.mul_(1 - lr * settings.weight_decay)
-                matrix.add_(update, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
+        masters = self._weights.masters[: self._weights.matrices]
+        masters.mul_(1 - lr * settings.weight_decay)
+        for matrices, updates in self._groups:
+            found = orthogonalised(torch.stack(updates) if len(updates) > 1 else updates[0][None])
+            torch._foreach_add_(matrices, found.unbind(), alpha=-lr * 0.2 * math.sqrt(max(matrices[0].shape)))
         _adamw_step(self._adamw, lr)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -232,20 +236,37 @@ def build_optimizer(weights: MasterWeights, settings: OptimizerSettings) -> Mast
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of Jordan's Muon: steep at 0, singular values end in about 0.7 to 1.2
 
 
-def orthogonalised(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The nearest matrix with equal singular values, roughly: `steps` of a quintic Newton-Schulz iteration on [r, c].
+GROUP = 2**25  # elements of matrices that are orthogonalised together, if one alone has no more
+
+
+def same_shapes(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
+    """Names in groups of one shape. Small matrices, one by one, would leave a GPU waiting for the host: a draft layer has
+    seven, and each takes twenty kernels."""
+    kinds: dict[torch.Size, list[str]] = {}
+    for name, shape in shapes.items():
+        kinds.setdefault(shape, []).append(name)
+    groups = []
+    for shape, names in kinds.items():
+        most = max(1, GROUP // shape.numel())
+        groups += [names[i : i + most] for i in range(0, len(names), most)]
+    return groups
+
+
+def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
+    """The nearest matrices with equal singular values, roughly: `steps` of a quintic Newton-Schulz iteration on each of
+    [n, r, c].
 
     In bfloat16 on CUDA, whose rounding the iteration bears, else in float32. Zero stays zero.
     """
     a, b, c = NEWTON_SCHULZ
-    x = matrix.to(torch.bfloat16) if matrix.is_cuda else matrix.float()
-    x = x.T if matrix.shape[0] > matrix.shape[1] else x
-    x = x / (torch.linalg.vector_norm(x) + 1e-7)
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.to(torch.bfloat16) if matrices.is_cuda else matrices.float()
+    x = x.mT if tall else x
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x.T if matrix.shape[0] > matrix.shape[1] else x
-    return x.to(matrix.dtype)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 def _fused_adamw(

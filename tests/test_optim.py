@@ -7,7 +7,16 @@ import pytest
 import torch
 from paceline.common.errors import PacelineError
 from paceline.common.runfile import OptimizerSettings
-from paceline.consumer.optim import MasterAdamW, MasterMuon, MasterWeights, build_optimizer, lr_at, orthogonalised
+from paceline.consumer import optim
+from paceline.consumer.optim import (
+    MasterAdamW,
+    MasterMuon,
+    MasterWeights,
+    build_optimizer,
+    lr_at,
+    orthogonalised,
+    same_shapes,
+)
 from torch import nn
 
 DEFAULTS = OptimizerSettings.model_validate({})
@@ -141,15 +150,46 @@ MUON = OptimizerSettings.model_validate({"name": "muon", "weight_decay": 0.1})
 
 @pytest.mark.parametrize("shape", [(6, 5), (5, 6), (8, 8), (3, 40)])
 def test_orthogonalised_has_singular_values_near_one_and_the_same_directions(shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    made = orthogonalised(matrix)
-    assert made.shape == matrix.shape
-    values = torch.linalg.svdvals(made)
-    assert values.min() > 0.5 and values.max() < 1.3
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    core = u.T @ made @ v.T
-    assert torch.allclose(core, core.diag().diag(), atol=1e-4)  # the same directions: only the values changed
-    assert not orthogonalised(torch.zeros(shape)).any()
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
+    matrices[1] = 0
+    matrices[2] *= 1e-3
+    for matrix, made in zip(matrices, orthogonalised(matrices), strict=True):
+        assert made.shape == matrix.shape
+        torch.testing.assert_close(orthogonalised(matrix[None])[0], made, rtol=1e-4, atol=1e-5)  # alone as together
+        if not matrix.any():
+            assert not made.any()
+            continue
+        values = torch.linalg.svdvals(made)
+        assert values.min() > 0.5 and values.max() < 1.3
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        core = u.T @ made @ v.T
+        assert torch.allclose(core, core.diag().diag(), atol=1e-4)  # the same directions: only the values changed
+
+
+def test_matrices_of_one_shape_are_taken_together_if_they_are_small(monkeypatch):
+    monkeypatch.setattr(optim, "GROUP", 40)
+    shapes = {
+        f"{i}.{name}": torch.Size(shape)
+        for i in range(3)
+        for name, shape in (("q", (4, 4)), ("up", (8, 4)), ("fc", (9, 9)))
+    }
+    groups = same_shapes(shapes)
+    assert groups == [["0.q", "1.q"], ["2.q"], ["0.up"], ["1.up"], ["2.up"], ["0.fc"], ["1.fc"], ["2.fc"]]
+
+
+@pytest.mark.parametrize("group", [1, optim.GROUP])
+def test_groups_of_any_size_make_the_same_step(group, monkeypatch):
+    alike = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 4))
+    stepped = []
+    for limit in (group, 36):
+        monkeypatch.setattr(optim, "GROUP", limit)
+        one = copy.deepcopy(alike)
+        weights = MasterWeights(one, dtype=torch.float32, device="cpu")
+        optimizer = build_optimizer(weights, MUON)
+        one(torch.randn(5, 6, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+        optimizer.step(1e-2, 1.0)
+        stepped.append(weights.masters.clone())
+    torch.testing.assert_close(*stepped, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_follows_torchs_own_on_matrices_and_adamw_on_vectors(module):

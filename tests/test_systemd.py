@@ -193,6 +193,7 @@ def test_life_of_a_run(box: Box, tiny: Callable[..., None]):
     _start_with_one_worker(box)
     _survive_a_kill_and_a_hang(box)
     _scale_down(box)
+    _restart_the_trainer(box)
     stopped_at = _stop(box)
     tiny(max_steps=stopped_at + 3)
     _finish(box)
@@ -245,6 +246,18 @@ def _scale_down(box: Box) -> None:
     assert found.split() == [f"/etc/systemd/system/paceline@tiny.target.wants/{WORKER.format(0)}"]
     before = step(box)
     wait_until(box, lambda: step(box) > before)
+
+
+def _restart_the_trainer(box: Box) -> None:
+    """It goes on at the step where it was, and the worker has seen nothing but a pause."""
+    worker, trainer = (box.shown(unit, "MainPID") for unit in (WORKER.format(0), TRAINER))
+    before = step(box)
+    said = box.run(PACELINE, "restart", "tiny", timeout=PATIENCE)
+    assert f"{TRAINER} restarts" in said and active(box, TRAINER), said
+    assert box.shown(WORKER.format(0), "MainPID") == worker and box.shown(TRAINER, "MainPID") != trainer
+    (resumed,) = re.findall(r"resuming run \S+ at step (\d+)", box.journal())
+    assert int(resumed) >= before
+    wait_until(box, lambda: step(box) > int(resumed))
 
 
 def _stop(box: Box) -> int:
