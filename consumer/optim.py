@@ -240,8 +240,8 @@ GROUP = 2**25  # elements of matrices that are orthogonalised together, if one a
 
 
 def same_shapes(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
-    """Names in groups of one shape. Small matrices, one by one, would leave a GPU waiting for the host: a draft layer has
-    seven, and each takes twenty kernels."""
+    """Names in groups of one shape. One by one, small matrices would leave a GPU waiting for the host: a draft layer
+    has seven, and each takes twenty kernels."""
     kinds: dict[torch.Size, list[str]] = {}
     for name, shape in shapes.items():
         kinds.setdefault(shape, []).append(name)
