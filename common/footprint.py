@@ -93,18 +93,20 @@ def _anchors(run: "RunFile", length: int) -> int:
 
 def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") -> Parts:
     """What one rank's device holds at its peak, with micro-batches of `tokens` context tokens."""
-    item = ITEM_BYTES[run.trainer.dtype]
+    item, eight = ITEM_BYTES[run.trainer.dtype], run.trainer.fp8
     slots, scored = slots_of(run, tokens), slots_of(run, tokens) * (shape.block - 1) // shape.block
-    heads = shape.vocabulary * shape.hidden * (item * (1 if shape.tied else 2) + 2 * run.trainer.fp8)
+    heads = shape.vocabulary * shape.hidden * item * (1 if shape.tied else 2)
     moments = 1 if run.optimizer.name == "muon" else 2
     landing = 2 * (shape.planes + run.target.last_hidden) * -(-tokens // LANDING_TOKENS) * LANDING_TOKENS * shape.hidden
     chunk_rows = min(scored, HEAD_CHUNK[device] // (4 * shape.vocabulary))
-    logits = chunk_rows * shape.vocabulary * (item * (2 if run.objective.target_terms else 1) + run.trainer.fp8)
+    logits = chunk_rows * shape.vocabulary * (item * (2 if run.objective.target_terms else 1) + eight)
     through_head = 3 * scored * shape.hidden * item  # the scored slots' states, their gradient, its copy in backward
     return Parts(
         {
             "target's embedding and head": heads,
-            "drafter, compute copy": shape.weights * (item + 2 * run.trainer.fp8),
+            "drafter, compute copy": shape.weights * item,
+            # Twice: backward's products take them turned round.
+            **({"drafter and head in fp8": 2 * (shape.weights + shape.vocabulary * shape.hidden)} if eight else {}),
             "drafter, float32 masters": shape.weights * WIDE,
             "gradients, float32": shape.weights * WIDE,
             f"{run.optimizer.name} state": moments * shape.weights * WIDE,
