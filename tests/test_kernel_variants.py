@@ -14,7 +14,8 @@ STEADY = {
     *("q", "keys", "values", "own_keys", "own_values", "out", "lse", "delta", "dq", "dk", "dv", "slope"),
     *(f"{name}_{part}" for name in ("q", "k", "v", "ok", "ov", "o", "s", "d") for part in ("head", "row")),
     *("group", "scale", "unit", "logits", "target", "size", "stride", "total", "part"),
-    *("both", "inner", "slopes", "mixed"),
+    *("both", "inner", "slopes", "slopes_stride", "mixed"),
+    *("weight", "turned", "row_scale", "column_scale", "rows", "columns"),
 }  # fmt: skip
 
 SHOW = """
