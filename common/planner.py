@@ -234,7 +234,10 @@ def _speed(
         reached *= TARGET_FP8 if run.target.compile else PLAIN_TARGET_FP8
     target = reached * peak * 1e9 / target_flops(info, last_layer, run.data.max_length)
     trained = DRAFTER_SHARE * (DRAFTER_FP8 if run.trainer.fp8 else 1)
-    drafter = trained * peak * 1e9 / drafter_flops(run, shape, share)
+    flops = drafter_flops(run, shape, share) / trained
+    if run.optimizer.name == "muon":  # AdamW's update, a matter of memory, is in the share
+        flops += muon_flops(shape) / DRAFTER_SHARE / step_tokens(run)
+    drafter = peak * 1e9 / flops
     return Speed(Rates(target, drafter), "Ktok/s", f"estimated for {gpus[0].name} from the shapes"), ""
 
 
@@ -256,6 +259,20 @@ def target_flops(info: "TargetInfo", last_layer: int, length: int) -> float:
     weights = target_weights(info, last_layer) - info.vocab_size * info.hidden_size  # the embedding is looked up
     attention = (last_layer + 1) * 4 * info.num_heads * info.head_dim * length / 2
     return 2 * weights + attention
+
+
+def muon_flops(shape: Shape) -> float:
+    """Of an update of all matrices: five iterations, each with two products of [r, r] by [r, c] and one of [r, r] by
+    itself, r being a matrix's shorter side."""
+    hidden, inner = shape.hidden, shape.inner
+    layer = [(hidden, shape.queries)] * 2 + [(hidden, shape.keys)] * 2 + [(hidden, inner)] * 3
+    matrices = layer * shape.layers + [(hidden, shape.planes * hidden)]
+    return sum(5 * (4 * min(sides) ** 2 * max(sides) + 2 * min(sides) ** 3) for sides in matrices)
+
+
+def step_tokens(run: "RunFile") -> float:
+    """Context tokens that a rank trains on in a step, if batches are full."""
+    return run.stream.token_budget * run.trainer.batches_per_step / run.trainer.ranks
 
 
 def drafter_flops(run: "RunFile", shape: Shape, supervised: float) -> float:

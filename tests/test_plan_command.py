@@ -1,6 +1,7 @@
 """`paceline plan`: bytes against what was measured and what is really made, and splits against the arithmetic."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -237,8 +238,6 @@ def test_ring_bytes_are_those_of_the_file(tmp_path):
 
 
 def test_the_targets_weights_are_read_from_the_headers(tmp_path):
-    from dataclasses import replace
-
     tensors = {
         "model.embed_tokens.weight": torch.zeros(10, 4),
         "model.layers.0.mlp.up_proj.weight": torch.zeros(8, 4),
@@ -313,15 +312,21 @@ def test_a_trainers_own_rates_are_used(tmp_path):
     assert speed.source == "measured by this run's trainer up to step 40"
 
 
-def test_an_estimate_says_so_and_is_not_made_for_small_targets(monkeypatch):
-    from dataclasses import replace
+LARGE = replace(
+    INFO,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    num_layers=36,
+    vocab_size=151936,
+)
 
+
+def test_an_estimate_says_so_and_is_not_made_for_small_targets(monkeypatch):
     monkeypatch.setattr(planner, "list_gpus", lambda: [Gpu("NVIDIA H200", 140 * GIB)] * 4)
     assert "too small for an estimate" in planned().why_no_speed
-    info = replace(
-        INFO, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
-        num_layers=36, vocab_size=151936,
-    )  # fmt: skip
     run = make_run(
         drafter={"layers": 5, "block_size": 16},
         data={"rows": "rows", "max_length": 3072},
@@ -329,7 +334,7 @@ def test_an_estimate_says_so_and_is_not_made_for_small_targets(monkeypatch):
         trainer={"dtype": "bfloat16"},
         objective={"anchors_per_token": 0.25},
     )
-    made = make_plan(run, info, [1, 9, 17, 25, 33], supervised=0.667)
+    made = make_plan(run, LARGE, [1, 9, 17, 25, 33], supervised=0.667)
     assert made.speed is not None and made.speed.source == "estimated for NVIDIA H200 from the shapes"
     # docs/performance.md: full rows of 3,072 tokens; of the drafter positions/s, 512 × 16 a row
     measured = {
@@ -343,10 +348,29 @@ def test_an_estimate_says_so_and_is_not_made_for_small_targets(monkeypatch):
             "target": run.target.model_copy(update={"compile": compiled, "fp8": fp8}),
             "trainer": run.trainer.model_copy(update={"fp8": fp8}),
         }
-        made = make_plan(run.model_copy(update=changed), info, [1, 9, 17, 25, 33], supervised=0.667)
+        made = make_plan(run.model_copy(update=changed), LARGE, [1, 9, 17, 25, 33], supervised=0.667)
         assert made.speed is not None
         assert made.speed.rates.target == pytest.approx(target, rel=0.05)
         assert made.speed.rates.drafter == pytest.approx(positions * 3072 / (512 * 16), rel=0.05)
+
+
+def test_muons_update_is_counted_where_steps_are_small(monkeypatch):
+    """By hand: one layer, [6, 4] and twice [6, 2] for q, o and k, v, [6, 8] thrice, and fc of one plane, [6, 6]."""
+    shape = Shape(hidden=6, inner=8, layers=1, queries=4, keys=2, planes=1, vocabulary=9, block=4, tied=False)
+    each = {(4, 6): 2, (2, 6): 2, (6, 8): 3, (6, 6): 1}
+    assert planner.muon_flops(shape) == sum(n * 5 * (2 * 2 * r * r * c + 2 * r**3) for (r, c), n in each.items())
+    monkeypatch.setattr(planner, "list_gpus", lambda: [Gpu("NVIDIA H200", 140 * GIB)])
+    rates = {}
+    for name, batches in (("adamw", 1), ("muon", 1), ("muon", 16)):
+        run = make_run(
+            drafter={"layers": 5, "block_size": 16}, data={"rows": "rows", "max_length": 3072},
+            stream={"token_budget": 16384}, trainer={"dtype": "bfloat16", "batches_per_step": batches},
+            objective={"anchors_per_token": 0.25}, optimizer={"name": name},
+        )  # fmt: skip
+        made = make_plan(run, LARGE, [1, 9, 17, 25, 33], supervised=0.8)
+        assert made.speed is not None
+        rates[name, batches] = made.speed.rates.drafter
+    assert 0.7 < rates["muon", 1] / rates["adamw", 1] < 0.85 < 0.98 < rates["muon", 16] / rates["adamw", 1] < 1
 
 
 def test_the_supervised_share_is_the_rows_own(tmp_path):
