@@ -211,7 +211,8 @@ class MasterMuon(MasterOptimizer):
         masters.mul_(1 - lr * settings.weight_decay)
         for matrices, updates in self._groups:
             found = orthogonalised(torch.stack(updates) if len(updates) > 1 else updates[0][None])
-            torch._foreach_add_(matrices, found.unbind(), alpha=-lr * 0.2 * math.sqrt(max(matrices[0].shape)))
+            by = -lr * 0.2 * math.sqrt(max(matrices[0].shape))
+            torch._foreach_add_(matrices, found.unbind(), alpha=by)  # pyright: ignore[reportPrivateImportUsage]
         _adamw_step(self._adamw, lr)
 
     def state_dict(self) -> dict[str, Tensor]:
