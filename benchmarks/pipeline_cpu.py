@@ -24,8 +24,8 @@ from statistics import median
 import numpy as np
 import torch
 from paceline.common.demo import DATA, MASK_TOKEN, find_target
+from paceline.common.loading import as_dtype
 from paceline.common.runfile import RunFile, load
-from paceline.common.target import as_dtype
 from paceline.common.target_info import resolve_layer_ids, target_info
 from paceline.consumer.bench import record_meta
 from paceline.consumer.learner import DFlashLearner, build_learner

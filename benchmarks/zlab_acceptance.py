@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from dflash import model as zlab
-from paceline.common.target import load_causal_lm, stop_tokens
+from paceline.common.loading import load_causal_lm, stop_tokens
 from paceline.common.target_info import target_info
 from paceline.consumer.prompts import prompt_ids, read_prompts
 from transformers import AutoTokenizer

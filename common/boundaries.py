@@ -1,7 +1,7 @@
 """Where the rows of a packed batch lie, for the operators of a layer that must keep rows apart.
 
 A model's own code does not pass this down to them, so `Target` sets it for the time of a pass. Attention is in
-target.py, Gated DeltaNet in delta_net.py.
+varlen.py, Gated DeltaNet in delta_net.py.
 """
 
 from collections.abc import Sequence

@@ -23,3 +23,9 @@ class Interrupted(PacelineError):
     """Stopped by the user. Exit code 130."""
 
     exit_code = 130
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says something, or else its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,6 +1,6 @@
 """A GGUF file as a transformers folder: config, tokenizer and safetensors, converted once into the user's cache.
 
-Everything that reads a target then reads a folder. What a converted folder holds is `target.convert_gguf`'s business.
+Everything that reads a target then reads a folder. What a converted folder holds is `loading.convert_gguf`'s business.
 """
 
 import json
@@ -37,7 +37,7 @@ def converted(path: str | Path) -> Path:
     try:
         if folder.is_dir():
             return folder
-        from .target import convert_gguf  # torch, which a folder that is there does not need
+        from .loading import convert_gguf  # torch, which a folder that is there does not need
 
         log.info("converting %s into %s", path, folder)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))

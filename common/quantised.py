@@ -1,4 +1,5 @@
-"""Targets that are quantised on disk, run with the values they are served with. Used by `target.py` alone.
+"""Targets that are quantised on disk, run with the values they are served with. Used by `target.py` and
+`loading.py` alone.
 
 compressed-tensors is the format of vLLM and llm-compressor. Its weights are restored once, at load, to the values that
 the quantised ones stand for; activations are rounded at each layer where the checkpoint says so (W8A8), as an engine's

@@ -1,7 +1,7 @@
 """What the rest of the project needs to know of a target without loading it: shapes, token ids and an identity.
 
 `target_info()` reads the config and hashes the weight files; it imports transformers only when called. The decoder's
-own config counts: for a wrapped (multimodal) model that is its text config. Loading is `target.py`'s business.
+own config counts: for a wrapped (multimodal) model that is its text config. Loading is `loading.py`'s business.
 """
 
 import hashlib

@@ -36,7 +36,7 @@ def computed_in(dtype: str, device: str) -> torch.dtype:
     """`compute_dtype`, whose module is imported only where it decides: it loads transformers, which takes seconds."""
     if torch.device(device).type != "cpu":
         return getattr(torch, dtype)
-    from ..common.target import compute_dtype
+    from ..common.loading import compute_dtype
 
     return compute_dtype(dtype, device)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from ..common.loading import compute_dtype, load_causal_lm, stop_tokens
 from ..common.runfile import RunFile
-from ..common.target import compute_dtype, load_causal_lm, stop_tokens
 from ..common.target_info import target_info
 from .checkpoint import load_state
 from .decode import Replay

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from ..common.errors import ConfigError
-from ..common.target import find_parts
+from ..common.loading import find_parts
 from .drafter import ContextCache
 
 Proposals = Literal["greedy", "sampled"]

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..common import __version__
 from ..common.errors import ConfigError, UsageError
-from ..common.target import compute_dtype, load_causal_lm, stop_tokens
+from ..common.loading import compute_dtype, load_causal_lm, stop_tokens
 from ..common.target_info import TargetInfo, target_info
 from .decode import GREEDY, DraftModel, Generation, Replay, Sampling, narrow_linears, replay, speculate
 from .drafter import DrafterConfig

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..common.errors import ConfigError, PacelineError, UsageError
-from ..common.target import load_causal_lm, quiet_loading, stop_tokens
+from ..common.loading import load_causal_lm, quiet_loading, stop_tokens
 from ..common.target_info import target_info
 from .decode import Generation, TargetDecoder, narrow_linears, speculate
 from .drafter import SLIDING, ContextCache, Drafter, DrafterConfig, blank_drafter

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.target import scale_of
+from ..common.eightbit import scale_of
 from .losses import SLOPE_MAX, Slopes
 from .objective import Factors, SlotStats, slope_scale
 

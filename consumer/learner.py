@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 from ..common.errors import ConfigError, PacelineError
 from ..common.footprint import HEAD_CHUNK
+from ..common.loading import FrozenHead, as_dtype, compute_dtype
 from ..common.record import FP8, RecordMeta
 from ..common.runfile import RunFile
-from ..common.target import FrozenHead, as_dtype, compute_dtype
 from ..common.target_info import TargetInfo
 from .anchors import Positions, draw_anchors
 from .blocks import Blocks, Prepared, attention, default_gamma, pack_blocks, to_device
@@ -97,7 +97,7 @@ class Reducer(Protocol):
 
 
 class FrozenWeights(Protocol):
-    """The target's embedding and head, [V, H] each, and its final norm (`common.target.FrozenHead`)."""
+    """The target's embedding and head, [V, H] each, and its final norm (`common.loading.FrozenHead`)."""
 
     @property
     def embed_weight(self) -> Tensor: ...

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from ..common.errors import ConfigError
-from ..common.target import FP8, FP8_CAPABILITY, first_line, quantise, scaled_matmul
+from ..common.eightbit import FP8, FP8_CAPABILITY, quantise, scaled_matmul
+from ..common.errors import ConfigError, first_line
 
 ALIGNED = 16  # sizes of an fp8 product
 SLOPE = torch.float8_e5m2  # of logits' slopes: the likeliest token's is millions of times an unlikely one's

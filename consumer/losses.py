@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..common.target import quantise, scaled_matmul
+from ..common.eightbit import quantise, scaled_matmul
 from .linears import SLOPE, Eight
 
 TILE = 128, 256  # of a large matrix product

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..common.errors import ConfigError
+from ..common.loading import as_dtype
 from ..common.record import FP8, RecordMeta
-from ..common.target import as_dtype
 from .learner import DFlashLearner
 from .transfer import view_scales
 

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..common.eightbit import quantise
 from ..common.errors import ConfigError
+from ..common.loading import as_dtype
 from ..common.record import IN_THE_MAKING, scales_offset
 from ..common.runfile import RunFile
-from ..common.target import Target, as_dtype, quantise
+from ..common.target import Target
 from ..common.target_info import TargetInfo, deepest_layer
 from ..common.timeline import Steps
 from .compiled import CompiledLayers

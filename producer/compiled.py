@@ -1,7 +1,7 @@
 """The target's layers through torch.compile: norms, RoPE, activations and residuals fused around the matmuls.
 
 All layers of one kind share one graph: what is compiled is their class's forward, with the weights as inputs. Attention
-is one opaque operator in it (`common.target.packed_attention`), so neither row boundaries nor row lengths are part of a
+is one opaque operator in it (`common.varlen.packed_attention`), so neither row boundaries nor row lengths are part of a
 graph. The number of tokens is its only size that changes, and it is marked as such: one graph serves every batch.
 Batches are filled up to a multiple of `PAD` tokens, which costs the matmuls nothing (their tiles are that long) and
 keeps kernels from being chosen by what a count happens to be divisible by.
@@ -24,9 +24,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 from ..common import paths
+from ..common.errors import first_line
 from ..common.locks import FileLock
 from ..common.notify import Patience, extend_timeout, notify
-from ..common.target import Target, first_line
+from ..common.target import Target
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from ..common.errors import ConfigError
-from ..common.target import FP8_CAPABILITY, Target, first_line, plain_scaled_matmul, quantise, scaled_matmul
+from ..common.eightbit import FP8_CAPABILITY, plain_scaled_matmul, quantise, scaled_matmul
+from ..common.errors import ConfigError, first_line
+from ..common.target import Target
 
 __all__ = ["Fp8Linear", "check_fp8", "use_fp8"]
 

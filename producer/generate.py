@@ -19,7 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ..common.errors import ConfigError
-from ..common.target import TOLERANCE, compute_dtype, load_causal_lm, stop_tokens
+from ..common.loading import compute_dtype, load_causal_lm, stop_tokens
+from ..common.target import TOLERANCE
 from ..common.target_info import TargetInfo, target_info
 from .chat import ChatEncoder
 from .forms import Encoded, Refused, read_open

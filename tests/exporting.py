@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from drafting import make_run
 from paceline.common.batch import Kind
-from paceline.common.target import find_parts
+from paceline.common.loading import find_parts
 from paceline.common.target_info import TargetInfo
 from paceline.consumer.checkpoint import CheckpointState, write_checkpoint
 from paceline.consumer.drafter import Drafter, DrafterConfig, attend_one_block, init_drafter

@@ -188,7 +188,7 @@ def test_states_to_train_on_are_random_all_over(dtype, monkeypatch):
 
 def test_ceilings_compute_in_the_dtype_that_is_measured():
     import torch
-    from paceline.common.target import compute_dtype
+    from paceline.common.loading import compute_dtype
     from paceline.consumer.ceilings import computed_in
 
     for dtype in ("bfloat16", "float16", "float32"):
@@ -293,7 +293,7 @@ def test_a_ring_between_processes(capsys, tmp_path):
 def test_shapes_load_and_have_as_many_weights_as_their_names_say(name, tmp_path):
     import torch
     from paceline.common.bench import model_folder
-    from paceline.common.target import find_parts
+    from paceline.common.loading import find_parts
     from paceline.common.target_info import load_config, target_info
     from transformers import AutoModelForCausalLM
 

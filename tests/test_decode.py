@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from paceline.common.errors import ConfigError
-from paceline.common.target import find_parts
+from paceline.common.loading import find_parts
 from paceline.consumer.decode import (
     NARROW,
     Proposals,

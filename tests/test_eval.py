@@ -12,7 +12,7 @@ import pytest
 import torch
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
-from paceline.common.target import compute_dtype, load_causal_lm
+from paceline.common.loading import compute_dtype, load_causal_lm
 from paceline.common.target_info import target_info
 from paceline.consumer import evaluate as module
 from paceline.consumer.decode import Generation, Replay, Sampling, Step

@@ -12,7 +12,7 @@ from dflash import model as zlab
 from exporting import checkpoint, config_for, taught
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError, UsageError
-from paceline.common.target import load_causal_lm
+from paceline.common.loading import load_causal_lm
 from paceline.common.target_info import target_info
 from paceline.consumer import export_check as module
 from paceline.consumer.drafter import Drafter, init_drafter

@@ -9,10 +9,11 @@ import pytest
 import torch
 from drafting import CONFIG, make_drafter, make_head, make_rows, make_run
 from paceline.common import paths
+from paceline.common.eightbit import plain_scaled_matmul, quantise, scaled_matmul
 from paceline.common.errors import ConfigError
 from paceline.common.footprint import Shape, layer_weights, rank_parts, target_weights, worker_parts
 from paceline.common.runfile import RunFile
-from paceline.common.target import Target, plain_scaled_matmul, quantise, scaled_matmul
+from paceline.common.target import Target
 from paceline.common.target_info import target_info
 from paceline.consumer import linears, losses
 from paceline.consumer.learner import DFlashLearner

@@ -11,8 +11,8 @@ import torch
 from conftest import NOUNS
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.loading import load_causal_lm
 from paceline.common.rows import Rows
-from paceline.common.target import load_causal_lm
 from paceline.producer import generate as module
 from paceline.producer.chat import ChatEncoder
 from paceline.producer.forms import Refused

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drafting import HIDDEN, make_drafter, make_head, make_rows, make_run
+from paceline.common.eightbit import quantise
 from paceline.common.footprint import ring_bytes
 from paceline.common.record import (
     FP8,
@@ -25,7 +26,6 @@ from paceline.common.record import (
     write_meta,
 )
 from paceline.common.runfile import RunFile
-from paceline.common.target import quantise
 from paceline.common.target_info import target_info
 from paceline.consumer.check import RecordRefused, check_states
 from paceline.consumer.learner import DFlashLearner

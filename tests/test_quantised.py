@@ -11,7 +11,8 @@ from conftest import tiny_config
 from paceline.common import paths
 from paceline.common.errors import ConfigError
 from paceline.common.footprint import target_weights
-from paceline.common.target import FrozenHead, Target, load_causal_lm
+from paceline.common.loading import FrozenHead, load_causal_lm
+from paceline.common.target import Target
 from paceline.common.target_info import target_info
 from paceline.producer.compiled import CompiledLayers
 from paceline.producer.fp8 import use_fp8

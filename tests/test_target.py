@@ -14,17 +14,12 @@ import torch
 from paceline.common.boundaries import Boundaries, boundaries
 from paceline.common.errors import ConfigError
 from paceline.common.gguf import converted
+from paceline.common.loading import FrozenHead, compute_dtype, find_parts, load_causal_lm
 from paceline.common.record import RecordMeta, read_meta, record_bytes, write_meta
 from paceline.common.runfile import RunFile
-from paceline.common.target import (
-    FrozenHead,
-    Target,
-    _varlen_kernel,
-    compute_dtype,
-    find_parts,
-    load_causal_lm,
-)
+from paceline.common.target import Target
 from paceline.common.target_info import default_layer_ids, resolve_layer_ids, target_info
+from paceline.common.varlen import _varlen_kernel
 from paceline.producer.capture import TargetSource
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -289,7 +284,7 @@ def test_the_decoder_of_a_wrapped_config_is_found(make_tiny_target, tmp_path):
 
 def test_the_attention_function_agrees_with_itself_over_blocks(make_tiny_target, monkeypatch):
     """A row longer than a block of queries in sliding-window layers."""
-    monkeypatch.setattr("paceline.common.target.WINDOW_BLOCK", 7)
+    monkeypatch.setattr("paceline.common.varlen.WINDOW_BLOCK", 7)
     folder = make_tiny_target("gemma3")
     tokens, cu_seqlens = batch(lengths=[75, 16, 17])
     target = Target.load(str(folder), dtype="float32")
@@ -545,14 +540,14 @@ def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, monke
     target.self_check()
     fast = states_of(target, tokens, cu_seqlens, LAYER_IDS)
     assert _varlen_kernel() is not None
-    monkeypatch.setattr("paceline.common.target._varlen_kernel", lambda: None)
+    monkeypatch.setattr("paceline.common.varlen._varlen_kernel", lambda: None)
     plain = states_of(target, tokens, cu_seqlens, LAYER_IDS)
     assert float((fast - plain).norm() / plain.norm()) < 0.02
 
 
 def test_attention_comes_out_as_compiled_layers_count_on(monkeypatch):
     """torch's kernel lays its result out as the query, which after a partial rotary embedding lies head by head."""
-    monkeypatch.setattr("paceline.common.target._varlen", lambda query, *_: query.clone().transpose(1, 2))
+    monkeypatch.setattr("paceline.common.varlen._varlen", lambda query, *_: query.clone().transpose(1, 2))
     token = boundaries.set(Boundaries([0, 40, 63], torch.device("cpu")))
     query = torch.randn(1, 4, 63, 16)  # [1, Hq, T, D]
     try:
