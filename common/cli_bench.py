@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @set_option
 @click.option("--gpus", type=click.IntRange(1), metavar="N", help="GPUs to split. Default: this machine's.")
 @click.option("--gpu-memory", type=float, metavar="GIB", help="Memory of each. Default: what nvidia-smi says.")
+@click.option("--gpu-name", metavar="NAME", help="What they are: the part of nvidia-smi's name that says it, as H200.")
 @click.option("--target-rate", metavar="RATE", help="Of one worker: 4.5 is Ktok/s, 0.08b is batches/s.")
 @click.option("--drafter-rate", metavar="RATE", help="Of one rank, in the same unit.")
 @json_option
@@ -27,6 +28,7 @@ def plan(
     overrides: tuple[str, ...],
     gpus: int | None,
     gpu_memory: float | None,
+    gpu_name: str | None,
     target_rate: str | None,
     drafter_rate: str | None,
     as_json: bool,
@@ -50,6 +52,7 @@ def plan(
         resolve_layer_ids(run, info),
         gpus=gpus,
         memory=gpu_memory,
+        gpu_name=gpu_name,
         target_rate=target_rate,
         drafter_rate=drafter_rate,
         supervised=supervised_share(run),

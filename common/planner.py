@@ -126,12 +126,14 @@ def make_plan(
     *,
     gpus: int | None = None,
     memory: float | None = None,
+    gpu_name: str | None = None,
     target_rate: str | None = None,
     drafter_rate: str | None = None,
     supervised: float | None = None,
     live: bool = True,
 ) -> Plan:
-    """gpus: how many to split (default: those of the machine, else those of the run file); memory: GiB of each.
+    """gpus: how many to split (default: those of the machine, else those of the run file); memory: GiB of each;
+    gpu_name: what they are, one of `PEAK_TFLOPS`.
 
     target_rate, drafter_rate: of one worker and one rank, "4.5" Ktok/s or "0.08b" batches/s; both or neither.
     supervised: share of the rows' tokens. live: by what a trainer of this run has measured, if one has. UsageError.
@@ -139,6 +141,10 @@ def make_plan(
     count = gpus or run.workers.count + run.trainer.ranks
     found = list_gpus() if memory is None else [Gpu("GPU", int(memory * GIB))] * count
     count = gpus or len(found) or count
+    if gpu_name is not None:
+        found = [Gpu(_known(gpu_name), gpu.memory) for gpu in found]
+        if not found:
+            raise UsageError("--gpu-name: this machine has no GPU, so say --gpu-memory GIB as well")
     shape = Shape.of(run, info, len(layer_ids))
     device = "cuda" if found or gpus else "cpu"
     micro = min(run.trainer.micro_tokens, run.stream.token_budget)
@@ -169,6 +175,14 @@ def make_plan(
         speed=speed,
         why_no_speed=why,
     )
+
+
+def _known(name: str) -> str:
+    """The GPU of `PEAK_TFLOPS` that a user means. UsageError."""
+    found = [known for known in PEAK_TFLOPS if known.lower() == name.strip().lower().removeprefix("nvidia ")]
+    if not found:
+        raise UsageError(f"--gpu-name {name}: nothing is known of its speed; known are {', '.join(PEAK_TFLOPS)}")
+    return found[0]
 
 
 def supervised_share(run: "RunFile") -> float | None:

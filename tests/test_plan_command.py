@@ -384,7 +384,7 @@ def test_the_supervised_share_is_the_rows_own(tmp_path):
     assert planner.supervised_share(run) == pytest.approx(0.4)
 
 
-def test_the_command_on_a_run_file(tmp_path, capsys):
+def test_the_command_on_a_run_file(tmp_path, capsys, monkeypatch):
     (tmp_path / "target").mkdir()
     config = Path(__file__).parents[1] / "common/bench_configs/qwen3-8b.json"
     (tmp_path / "target/config.json").write_text(config.read_text())
@@ -401,3 +401,12 @@ def test_the_command_on_a_run_file(tmp_path, capsys):
     assert plan_json(planned())["speed"] is None
     assert main([*command[:-2], "1", "--json"]) == 1  # GiB
     assert not json.loads(capsys.readouterr().out)["fits"]
+    # From a machine without GPUs, of one whose name is known.
+    assert main([*command, "--gpu-name", "nvidia h200"]) == 0
+    speed = json.loads(capsys.readouterr().out)["speed"]
+    assert speed["source"] == "estimated for H200 from the shapes" and speed["target"] > 30 and speed["drafter"] > 15
+    assert main([*command, "--gpu-name", "H2000"]) == 2
+    assert "H2000: nothing is known of its speed; known are B200, GH200, H200" in capsys.readouterr().err
+    monkeypatch.setattr(planner, "list_gpus", list)
+    assert main([*command[:2], "--gpu-name", "H200"]) == 2
+    assert "say --gpu-memory GIB as well" in capsys.readouterr().err
