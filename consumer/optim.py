@@ -267,7 +267,7 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return (x.mT if tall else x).to(matrices.dtype, memory_format=torch.contiguous_format)
 
 
 def _fused_adamw(
