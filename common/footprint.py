@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HEAD_CHUNK = {"cpu": 2**26, "cuda": 5 * 2**28}  # bytes of float32 logits at a time; half of it in bfloat16
 CONTEXT = 700 * 2**20  # CUDA's context, its libraries' workspaces and the allocator's slack
 LANDING_TOKENS = 1024  # landing buffers grow in steps of so many tokens
+MUON_SHARED = 2**27  # weights in matrices from which ranks share Muon's work
 WIDE = 4  # bytes of float32: masters, gradients, moments
 
 
@@ -110,6 +111,7 @@ def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") 
             "drafter, float32 masters": shape.weights * WIDE,
             "gradients, float32": shape.weights * WIDE,
             f"{run.optimizer.name} state": moments * shape.weights * WIDE,
+            **({"muon's updates between ranks": shape.weights * item} if muon_shared(run, shape) else {}),
             "micro-batch of hidden states": landing * ITEM_BYTES[run.record_dtype]
             + tokens * shape.planes * shape.hidden * item,
             "activations": activation_bytes(shape, slots, tokens) * item,
@@ -118,6 +120,18 @@ def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") 
             "CUDA context": CONTEXT if device == "cuda" else 0,
         }
     )
+
+
+def muon_shared(run: "RunFile", shape: Shape) -> bool:
+    """Whether ranks share the work of Muon's update."""
+    return run.optimizer.name == "muon" and run.trainer.ranks > 1 and shape.weights >= MUON_SHARED
+
+
+def muon_flops(rows: int, columns: int) -> int:
+    """Of a matrix's update: five iterations, each with two products of [r, r] by [r, c] and one of [r, r] by itself, r
+    being the shorter side."""
+    short, long = sorted((rows, columns))
+    return 5 * (4 * short**2 * long + 2 * short**3)
 
 
 def activation_bytes(shape: Shape, slots: int, tokens: int) -> int:

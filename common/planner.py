@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from . import paths
 from .errors import ConfigError, UsageError
-from .footprint import Parts, Shape, largest_micro_batch, rank_parts, ring_bytes, slots_of, target_weights, worker_parts
+from .footprint import (
+    Parts,
+    Shape,
+    largest_micro_batch,
+    muon_flops,
+    muon_shared,
+    rank_parts,
+    ring_bytes,
+    slots_of,
+    target_weights,
+    worker_parts,
+)
 from .forecast import Rates, Split, forecast, live_rates, splits
 from .rows import read_meta
 from .space import free_bytes, size_text
@@ -250,7 +261,7 @@ def _speed(
     trained = DRAFTER_SHARE * (DRAFTER_FP8 if run.trainer.fp8 else 1)
     flops = drafter_flops(run, shape, share) / trained
     if run.optimizer.name == "muon":  # AdamW's update, a matter of memory, is in the share
-        flops += muon_flops(shape) / DRAFTER_SHARE / step_tokens(run)
+        flops += update_flops(run, shape) / DRAFTER_SHARE / step_tokens(run)
     drafter = peak * 1e9 / flops
     return Speed(Rates(target, drafter), "Ktok/s", f"estimated for {gpus[0].name} from the shapes"), ""
 
@@ -275,13 +286,12 @@ def target_flops(info: "TargetInfo", last_layer: int, length: int) -> float:
     return 2 * weights + attention
 
 
-def muon_flops(shape: Shape) -> float:
-    """Of an update of all matrices: five iterations, each with two products of [r, r] by [r, c] and one of [r, r] by
-    itself, r being a matrix's shorter side."""
+def update_flops(run: "RunFile", shape: Shape) -> float:
+    """Of Muon's update of all matrices, a rank's share of it."""
     hidden, inner = shape.hidden, shape.inner
     layer = [(hidden, shape.queries)] * 2 + [(hidden, shape.keys)] * 2 + [(hidden, inner)] * 3
     matrices = layer * shape.layers + [(hidden, shape.planes * hidden)]
-    return sum(5 * (4 * min(sides) ** 2 * max(sides) + 2 * min(sides) ** 3) for sides in matrices)
+    return sum(muon_flops(*sides) for sides in matrices) / (run.trainer.ranks if muon_shared(run, shape) else 1)
 
 
 def step_tokens(run: "RunFile") -> float:

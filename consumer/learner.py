@@ -64,7 +64,7 @@ from .objective import (
     score_through_head,
     whole_blocks,
 )
-from .optim import MasterWeights, build_optimizer, copy_strictly
+from .optim import MasterWeights, Reducer, build_optimizer, copy_strictly
 from .start import first_drafter
 from .stopwatch import Stopwatch
 from .transfer import Reading, StateReader, view_scales, view_states
@@ -86,14 +86,6 @@ class StepResult:
     finite: bool
     grad_norm: float  # of Σ w·CE / Σ w, before clipping
     summary: Summary
-
-
-class Reducer(Protocol):
-    """The group of ranks (group.py)."""
-
-    def all_reduce(self, values: Tensor) -> None:
-        """Sums a tensor over the ranks, in place."""
-        ...
 
 
 class FrozenWeights(Protocol):
@@ -235,6 +227,7 @@ class DFlashLearner:
         if self.device.type == "cuda":
             self.drafter.compile_parts()
         self._reduction = Stopwatch(self.device)
+        self._group: Reducer | None = None
         self._steps = self._graphs = 0
         self._ahead: dict[Key, _Packed] = {}
         self._beside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -477,7 +470,8 @@ class DFlashLearner:
         return self._sums.cpu().numpy().copy()
 
     def reduce(self, group: Reducer) -> None:
-        """Adds the ranks' gradients up. Every rank calls it, also one that had no record."""
+        """Adds the ranks' gradients up. Every rank calls it, also one that had no record; the next `step` is theirs."""
+        self._group = group
         self._reduction.start()
         group.all_reduce(self.weights.gradients)
         self._reduction.stop()
@@ -496,7 +490,7 @@ class DFlashLearner:
         finite = bool(np.isfinite(total).all())
         norm = 0.0
         if finite and summary.weight > 0:
-            norm = self._optimizer.step(lr, summary.weight)  # clears the gradients
+            norm = self._optimizer.step(lr, summary.weight, self._group)  # clears the gradients
             self._sums.zero_()
         else:
             self.discard()

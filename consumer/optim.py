@@ -11,14 +11,28 @@ publishing the new weights is one cast.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..common import footprint
 from ..common.errors import PacelineError
 from ..common.runfile import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Reducer(Protocol):
+    """The group of ranks (group.py)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    def all_reduce(self, values: Tensor) -> None:
+        """Sums a tensor over the ranks, in place."""
+        ...
 
 
 def lr_at(step: int, total: int, settings: OptimizerSettings) -> float:
@@ -122,24 +136,25 @@ class MasterOptimizer(ABC):
         self._count = torch.zeros((), device=weights.masters.device)
 
     @torch.no_grad()
-    def step(self, lr: float, weight: float) -> float:
+    def step(self, lr: float, weight: float, group: Reducer | None = None) -> float:
         """Divides the summed gradients by `weight` (the step's Σ w over all ranks), clips them, updates and publishes.
 
         Returns the gradient's norm before clipping. When it is not finite nothing is changed but the gradients, which
-        are cleared in every case. One wait for the device.
+        are cleared in every case. One wait for the device. group: ranks that do the same, with the same gradients, and
+        may share the work; what it raises leaves everything but the gradients as it was.
         """
         gradients = self._weights.gradients
         norm = float(torch.linalg.vector_norm(gradients)) / weight
         if math.isfinite(norm):
             gradients.mul_(min(1.0, self._settings.clip / (norm + 1e-6)) / weight)
-            self._update(lr)
+            self._update(lr, group)
             self._count += 1
             self._weights.publish()
         gradients.zero_()
         return norm
 
     @abstractmethod
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, group: Reducer | None) -> None:
         """Moves the masters by the mean, clipped gradients."""
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -162,7 +177,7 @@ class MasterAdamW(MasterOptimizer):
         groups = [({name: flat[part] for name, flat in flats.items()}) for part in parts]
         self._adamw = _fused_adamw(groups, [settings.weight_decay, 0.0], settings, self._count)
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, group: Reducer | None) -> None:
         _adamw_step(self._adamw, lr)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -187,33 +202,60 @@ class MasterMuon(MasterOptimizer):
 
     The factor gives an update AdamW's usual root mean square (Liu et al., 2502.16982), so that AdamW's learning rates
     carry over. State: "momentum.<matrix>" and AdamW's moments of the vectors.
+
+    For a large drafter this costs as much as several micro-batches. Ranks then share it: each orthogonalises some of
+    the matrices, and their updates are added up like gradients.
     """
 
     def __init__(self, weights: MasterWeights, settings: OptimizerSettings) -> None:
         super().__init__(weights, settings)
         self._momentum = torch.zeros_like(weights.masters[: weights.matrices])
-        masters, updates = weights.views(weights.masters), weights.views(weights.gradients)
-        self._groups = [
-            ([masters[name] for name in names], [updates[name] for name in names])
-            for names in same_shapes({name: part.shape for name, part in masters.items() if part.ndim > 1})
-        ]
+        self._masters, self._updates = weights.views(weights.masters), weights.views(weights.gradients)
+        self._groups = same_shapes({name: part.shape for name, part in self._masters.items() if part.ndim > 1})
         tail = slice(weights.matrices, None)
         self._moments = {name: torch.zeros_like(weights.masters[tail]) for name in MOMENTS}
         vectors = {"masters": weights.masters[tail], "gradients": weights.gradients[tail], **self._moments}
         self._adamw = _fused_adamw([vectors], [0.0], settings, self._count)
 
-    def _update(self, lr: float) -> None:
-        momentum, settings = self._settings.momentum, self._settings
-        flat = self._weights.gradients[: self._weights.matrices]
-        self._momentum.lerp_(flat, 1 - momentum)
-        flat.lerp_(self._momentum, momentum)
-        masters = self._weights.masters[: self._weights.matrices]
-        masters.mul_(1 - lr * settings.weight_decay)
-        for matrices, updates in self._groups:
-            found = orthogonalised(torch.stack(updates) if len(updates) > 1 else updates[0][None])
-            by = -lr * 0.2 * math.sqrt(max(matrices[0].shape))
-            torch._foreach_add_(matrices, found.unbind(), alpha=by)  # pyright: ignore[reportPrivateImportUsage]
+    def _update(self, lr: float, group: Reducer | None) -> None:
+        keep, flat = self._settings.momentum, self._weights.gradients[: self._weights.matrices]
+        # Nesterov's mean from the buffer as it was: it need not change before the other ranks have answered.
+        flat.lerp_(self._momentum, keep**2)
+        large = self._weights.matrices >= footprint.MUON_SHARED
+        found = self._from_all_ranks(group) if large and group is not None and group.world > 1 else None
+        self._momentum.lerp_(flat, 1 / (1 + keep))
+        self._weights.masters[: self._weights.matrices].mul_(1 - lr * self._settings.weight_decay)
+        for names in self._groups:
+            updates = self._orthogonalised(names) if found is None else [found[name] for name in names]
+            by = -lr * 0.2 * math.sqrt(max(updates[0].shape))
+            add_all: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+            add_all([self._masters[name] for name in names], updates, alpha=by)
         _adamw_step(self._adamw, lr)
+
+    def _orthogonalised(self, names: list[str]) -> Sequence[Tensor]:
+        updates = [self._updates[name] for name in names]
+        return orthogonalised(torch.stack(updates) if len(updates) > 1 else updates[0][None]).unbind()
+
+    def _from_all_ranks(self, group: Reducer) -> dict[str, Tensor]:
+        """Every matrix's update, each made by one rank; of the dtype that they are made in."""
+        masters = self._weights.masters
+        everyone = torch.zeros_like(masters, dtype=torch.bfloat16 if masters.is_cuda else None)
+        found = self._weights.views(everyone)
+        for names, owner in zip(self._groups, self._owners(group.world), strict=True):
+            if owner == group.rank:
+                for name, update in zip(names, self._orthogonalised(names), strict=True):
+                    found[name].copy_(update)
+        group.all_reduce(everyone)
+        return found
+
+    def _owners(self, world: int) -> list[int]:
+        """Of each group of matrices: the rank with least to do so far, the dearest group first."""
+        costs = [len(names) * footprint.muon_flops(*self._masters[names[0]].shape) for names in self._groups]
+        load, owners = [0.0] * world, [0] * len(costs)
+        for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+            owners[number] = load.index(min(load))
+            load[owners[number]] += costs[number]
+        return owners
 
     def state_dict(self) -> dict[str, Tensor]:
         names = self._weights.views(self._weights.masters)

@@ -201,6 +201,8 @@ def test_ranks_take_the_same_step(whole):
     class TwoRanks:
         """Adds up the gradients of the two learners, as a group does."""
 
+        rank, world = 0, 2
+
         def __init__(self, learners):
             self.total = torch.stack([learner.weights.gradients for learner in learners]).sum(0)
 

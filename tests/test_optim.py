@@ -2,15 +2,23 @@
 
 import copy
 import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from paceline.common import footprint
 from paceline.common.errors import PacelineError
 from paceline.common.runfile import OptimizerSettings
 from paceline.consumer import optim
+from paceline.consumer.group import GroupError
 from paceline.consumer.optim import (
     MasterAdamW,
     MasterMuon,
+    MasterOptimizer,
     MasterWeights,
     build_optimizer,
     lr_at,
@@ -214,6 +222,110 @@ def test_muon_follows_torchs_own_on_matrices_and_adamw_on_vectors(module):
     for old, mine, theirs in zip(before, module.parameters(), plain.parameters(), strict=True):
         moved = (theirs - old).norm()
         assert moved > 0 and (mine - theirs).norm() < 0.15 * moved
+
+
+def member(rank: int, world: int, all_reduce: Callable[[torch.Tensor], None]) -> Any:
+    """A rank's view of its group."""
+    return SimpleNamespace(rank=rank, world=world, all_reduce=all_reduce)
+
+
+class Ranks:
+    """Each rank of a group in a thread of its own."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self._values, self._lock = world, [], threading.Lock()
+        self._arrived = threading.Barrier(world, timeout=60)
+
+    def one(self, rank: int) -> Any:
+        return member(rank, self.world, self.all_reduce)
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        with self._lock:
+            self._values.append(values.clone())
+        self._arrived.wait()
+        total = torch.stack(self._values).sum(0)
+        if self._arrived.wait() == 0:
+            self._values = []
+        values.copy_(total)
+
+
+def large(seed: int) -> tuple[MasterWeights, MasterOptimizer]:
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4, bias=False), nn.Linear(4, 9)]
+    one = nn.Sequential(*layers)
+    with torch.no_grad():
+        for p in one.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(p.numel()))
+    weights = MasterWeights(one, dtype=torch.float32, device="cpu")
+    weights.gradients.normal_(generator=torch.Generator().manual_seed(seed))
+    return weights, build_optimizer(weights, MUON)
+
+
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_ranks_share_muons_work_and_all_have_the_same(world, monkeypatch):
+    monkeypatch.setattr(footprint, "MUON_SHARED", 1)
+    done: list[str] = []
+    monkeypatch.setattr(optim, "GROUP", 1)
+    plain = optim.orthogonalised
+    monkeypatch.setattr(optim, "orthogonalised", lambda matrices: (done.append(matrices.shape), plain(matrices))[1])
+    ranks, sets = Ranks(world), [large(0) for _ in range(world)]
+
+    def work(rank: int) -> None:
+        weights, optimizer = sets[rank]
+        for seed in (1, 2, 3):
+            optimizer.step(1e-2, 2.0, ranks.one(rank))
+            weights.gradients.normal_(generator=torch.Generator().manual_seed(seed))
+
+    with ThreadPoolExecutor(world) as threads:
+        for result in [threads.submit(work, rank) for rank in range(world)]:
+            result.result()
+    assert len(done) == 3 * 4, "each matrix once a step, whatever the number of ranks"
+    alone, optimizer = large(0)
+    for seed in (1, 2, 3):
+        optimizer.step(1e-2, 2.0)
+        alone.gradients.normal_(generator=torch.Generator().manual_seed(seed))
+    for weights, other in sets:
+        assert torch.equal(weights.masters, sets[0][0].masters)
+        torch.testing.assert_close(weights.masters, alone.masters)
+        for name, value in other.state_dict().items():
+            torch.testing.assert_close(value, optimizer.state_dict()[name])
+
+
+def test_a_small_drafter_is_not_shared():
+    weights, optimizer = large(0)
+    optimizer.step(1e-2, 1.0, member(0, 2, lambda _: pytest.fail("asked the other")))
+    assert not weights.gradients.any()
+
+
+def test_an_exchange_that_fails_changes_nothing(monkeypatch):
+    monkeypatch.setattr(footprint, "MUON_SHARED", 1)
+
+    def gone(_):
+        raise GroupError("another rank is gone")
+
+    weights, optimizer = large(0)
+    optimizer.step(1e-2, 1.0)
+    before = [weights.masters.clone(), *(value.clone() for value in optimizer.state_dict().values())]
+    weights.gradients.normal_()
+    with pytest.raises(GroupError):
+        optimizer.step(1e-2, 1.0, member(1, 2, gone))
+    for kept, now in zip(before, [weights.masters, *optimizer.state_dict().values()], strict=True):
+        assert torch.equal(kept, now)
+
+
+def test_ranks_have_like_shares(monkeypatch):
+    """Of eight layers of a drafter's shapes."""
+    shapes = {"q": (64, 64), "k": (16, 64), "gate": (192, 64), "down": (64, 192)}
+    one = nn.ModuleDict(
+        {f"{i}{kind}": nn.Linear(b, a, bias=False) for i in range(8) for kind, (a, b) in shapes.items()}
+    )
+    monkeypatch.setattr(optim, "GROUP", 1)
+    optimizer = build_optimizer(MasterWeights(one, dtype=torch.float32, device="cpu"), MUON)
+    assert isinstance(optimizer, MasterMuon)
+    for world in (2, 3):
+        load = [0] * world
+        for names, owner in zip(optimizer._groups, optimizer._owners(world), strict=True):
+            load[owner] += sum(footprint.muon_flops(*shapes[name.split(".")[0][1:]]) for name in names)
+        assert max(load) < 1.1 * min(load)
 
 
 def test_muon_resumes_exactly(module):

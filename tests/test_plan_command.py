@@ -358,19 +358,25 @@ def test_muons_update_is_counted_where_steps_are_small(monkeypatch):
     """By hand: one layer, [6, 4] and twice [6, 2] for q, o and k, v, [6, 8] thrice, and fc of one plane, [6, 6]."""
     shape = Shape(hidden=6, inner=8, layers=1, queries=4, keys=2, planes=1, vocabulary=9, block=4, tied=False)
     each = {(4, 6): 2, (2, 6): 2, (6, 8): 3, (6, 6): 1}
-    assert planner.muon_flops(shape) == sum(n * 5 * (2 * 2 * r * r * c + 2 * r**3) for (r, c), n in each.items())
+    by_hand = sum(n * 5 * (2 * 2 * r * r * c + 2 * r**3) for (r, c), n in each.items())
+    assert planner.update_flops(make_run(optimizer={"name": "muon"}), shape) == by_hand
     monkeypatch.setattr(planner, "list_gpus", lambda: [Gpu("NVIDIA H200", 140 * GIB)])
     rates = {}
-    for name, batches in (("adamw", 1), ("muon", 1), ("muon", 16)):
+    for name, batches, ranks in (("adamw", 1, 1), ("muon", 1, 1), ("muon", 16, 1), ("muon", 2, 2)):
         run = make_run(
-            drafter={"layers": 5, "block_size": 16}, data={"rows": "rows", "max_length": 3072},
-            stream={"token_budget": 16384}, trainer={"dtype": "bfloat16", "batches_per_step": batches},
-            objective={"anchors_per_token": 0.25}, optimizer={"name": name},
-        )  # fmt: skip
+            drafter={"layers": 5, "block_size": 16},
+            data={"rows": "rows", "max_length": 3072},
+            stream={"token_budget": 16384},
+            trainer={"dtype": "bfloat16", "batches_per_step": batches, "ranks": ranks},
+            objective={"anchors_per_token": 0.25},
+            optimizer={"name": name},
+        )
         made = make_plan(run, LARGE, [1, 9, 17, 25, 33], supervised=0.8)
         assert made.speed is not None
-        rates[name, batches] = made.speed.rates.drafter
-    assert 0.7 < rates["muon", 1] / rates["adamw", 1] < 0.85 < 0.98 < rates["muon", 16] / rates["adamw", 1] < 1
+        rates[name, batches] = made.speed.rates.drafter / rates.get(("adamw", 1), 1)
+        assert ("muon's updates between ranks" in made.rank.parts) == (ranks > 1)
+    assert 0.7 < rates["muon", 1] < 0.85 < 0.98 < rates["muon", 16] < 1
+    assert 1 / rates["muon", 2] - 1 == pytest.approx((1 / rates["muon", 1] - 1) / 2), "two ranks share the work"
 
 
 def test_the_supervised_share_is_the_rows_own(tmp_path):
