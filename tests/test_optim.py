@@ -244,8 +244,9 @@ class Ranks:
             self._values.append(values.clone())
         self._arrived.wait()
         total = torch.stack(self._values).sum(0)
-        if self._arrived.wait() == 0:
+        if self._arrived.wait() == 0:  # all have their total
             self._values = []
+        self._arrived.wait()
         values.copy_(total)
 
 
