@@ -203,8 +203,8 @@ class MasterMuon(MasterOptimizer):
     The factor gives an update AdamW's usual root mean square (Liu et al., 2502.16982), so that AdamW's learning rates
     carry over. State: "momentum.<matrix>" and AdamW's moments of the vectors.
 
-    For a large drafter this costs as much as several micro-batches. Ranks then share it: each orthogonalises some of
-    the matrices, and their updates are added up like gradients.
+    For a large drafter this is more arithmetic than forward and backward of a full row. Ranks then share it: each
+    orthogonalises some of the matrices, and their updates are added up like gradients.
     """
 
     def __init__(self, weights: MasterWeights, settings: OptimizerSettings) -> None:
