@@ -35,12 +35,7 @@ from ..common.target_info import TargetInfo
 from .anchors import Positions, draw_anchors
 from .blocks import Blocks, Prepared, attention, default_gamma, pack_blocks, to_device
 from .chains import accept_everywhere, run_chains
-from .drafter import (
-    ContextKV,
-    Drafter,
-    check_mask_token,
-    pad_token_id,
-)
+from .drafter import ContextKV, Drafter, check_mask_token, pad_token_id
 from .linears import ALIGNED, DraftMLP, Eight, check_fp8, use_fp8, without_fp8
 from .losses import (
     SCALARS,

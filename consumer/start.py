@@ -1,7 +1,7 @@
 """Where a run's drafter starts: `drafter.init_from`.
 
     random   from the seed
-    target   the target's last layers (drafter.py)
+    target   the target's last layers (first_weights.py)
     NAME     another drafter: a folder of z-lab's or speculators' format, a hub id of one, or a run's checkpoint
              (`FOLDER/best` and `FOLDER/newest` too). Its weights become the float32 masters; its optimiser is not taken
 
@@ -20,8 +20,9 @@ from ..common.errors import ConfigError, PacelineError
 from ..common.runfile import INIT_KINDS, RunFile
 from ..common.target_info import TargetInfo, hub_folder
 from .checkpoint import find_checkpoint, load_state
-from .drafter import SLIDING, Drafter, DrafterConfig, blank_drafter, init_drafter, read_target_tensors
+from .drafter import SLIDING, Drafter, DrafterConfig, blank_drafter
 from .export import read_drafter
+from .first_weights import init_drafter, read_target_tensors
 
 
 def first_drafter(run: RunFile, info: TargetInfo, layer_ids: Sequence[int], resumed: Path | None = None) -> Drafter:

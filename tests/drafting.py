@@ -9,7 +9,8 @@ from paceline.common.batch import BatchId, Kind
 from paceline.common.record import RecordMeta
 from paceline.common.runfile import RunFile
 from paceline.common.target_info import TargetInfo
-from paceline.consumer.drafter import Drafter, DrafterConfig, init_drafter
+from paceline.consumer.drafter import Drafter, DrafterConfig
+from paceline.consumer.first_weights import init_drafter
 from torch import Tensor, nn
 
 VOCAB, HIDDEN, MASK_ID = 61, 48, 60

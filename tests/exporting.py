@@ -10,7 +10,8 @@ from paceline.common.batch import Kind
 from paceline.common.loading import find_parts
 from paceline.common.target_info import TargetInfo
 from paceline.consumer.checkpoint import CheckpointState, write_checkpoint
-from paceline.consumer.drafter import Drafter, DrafterConfig, attend_one_block, init_drafter
+from paceline.consumer.drafter import Drafter, DrafterConfig, attend_one_block
+from paceline.consumer.first_weights import init_drafter
 from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import PreTrainedModel

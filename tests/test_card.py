@@ -10,8 +10,8 @@ from exporting import checkpoint, config
 from paceline.common.errors import ConfigError
 from paceline.consumer.card import find_evaluations, model_card
 from paceline.consumer.checkpoint import load_state
-from paceline.consumer.drafter import init_drafter
 from paceline.consumer.export import export
+from paceline.consumer.first_weights import init_drafter
 
 DRAFTER = init_drafter(config(), seed=1)
 

@@ -11,16 +11,8 @@ from drafting import CONFIG, HIDDEN, INFO, SLIDING, VOCAB, make_drafter, make_he
 from paceline.common.errors import ConfigError
 from paceline.consumer import drafter as drafter_module
 from paceline.consumer.blocks import DenseAttention, pack_blocks
-from paceline.consumer.drafter import (
-    ContextCache,
-    DrafterConfig,
-    check_mask_token,
-    copy_from_target,
-    init_drafter,
-    pad_token_id,
-    read_target_tensors,
-    target_tensor_names,
-)
+from paceline.consumer.drafter import ContextCache, DrafterConfig, check_mask_token, pad_token_id
+from paceline.consumer.first_weights import copy_from_target, init_drafter, read_target_tensors, target_tensor_names
 from safetensors.torch import save_file
 from torch.nn import functional as F
 

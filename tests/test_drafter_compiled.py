@@ -7,7 +7,8 @@ import torch
 from paceline.consumer import drafter as drafter_module
 from paceline.consumer import kernels, linears
 from paceline.consumer.blocks import DenseAttention
-from paceline.consumer.drafter import PLAIN_PARTS, DrafterConfig, init_drafter, picked
+from paceline.consumer.drafter import PLAIN_PARTS, DrafterConfig, picked
+from paceline.consumer.first_weights import init_drafter
 from paceline.consumer.optim import MasterWeights
 from test_attention import long_blocks
 from torch._dynamo.utils import counters

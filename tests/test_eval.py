@@ -16,9 +16,10 @@ from paceline.common.loading import compute_dtype, load_causal_lm
 from paceline.common.target_info import target_info
 from paceline.consumer import evaluate as module
 from paceline.consumer.decode import Generation, Replay, Sampling, Step
-from paceline.consumer.drafter import DrafterConfig, init_drafter
+from paceline.consumer.drafter import DrafterConfig
 from paceline.consumer.evaluate import evaluate, evaluate_models, evaluate_sets, near_tie
 from paceline.consumer.export import write_drafter
+from paceline.consumer.first_weights import init_drafter
 from paceline.consumer.plots import draw_evaluation, draw_timeline, draw_training
 from paceline.consumer.prompts import (
     SOURCES,

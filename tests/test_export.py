@@ -11,8 +11,9 @@ from exporting import VOCAB, checkpoint, config, taught
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
 from paceline.consumer.decode import speculate
-from paceline.consumer.drafter import ContextCache, init_drafter
+from paceline.consumer.drafter import ContextCache
 from paceline.consumer.export import drafter_target, export, load_drafter
+from paceline.consumer.first_weights import init_drafter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 

@@ -15,10 +15,11 @@ from paceline.common.errors import ConfigError, PacelineError, UsageError
 from paceline.common.loading import load_causal_lm
 from paceline.common.target_info import target_info
 from paceline.consumer import export_check as module
-from paceline.consumer.drafter import Drafter, init_drafter
+from paceline.consumer.drafter import Drafter
 from paceline.consumer.evaluate import prompt_ids, read_prompts
 from paceline.consumer.export import export
 from paceline.consumer.export_check import check_export
+from paceline.consumer.first_weights import init_drafter
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 

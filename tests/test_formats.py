@@ -12,8 +12,9 @@ from drafting import INFO, make_run
 from exporting import checkpoint, config, config_for
 from paceline.common.errors import ConfigError
 from paceline.common.target_info import target_info
-from paceline.consumer.drafter import Drafter, DrafterConfig, init_drafter
+from paceline.consumer.drafter import Drafter, DrafterConfig
 from paceline.consumer.export import Exported, drafter_target, export, load_drafter, read_drafter
+from paceline.consumer.first_weights import init_drafter
 from paceline.consumer.formats import Verifier, config_values, read_config
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModelConfig
