@@ -61,12 +61,12 @@ class DraftMLP(Qwen3MLP):
         if self.joint:
             both = linear(x, self.joint[0], None, eight[0])
             if isinstance(self.act_fn, nn.SiLU | SiLUActivation):
-                return _applied(_SwigluDown, both, down, *(eight[1] or ()))
+                return _applied(_SwigluDown, both, down, *(eight[-1] or ()))
             gate, up = both.chunk(2, -1)
         else:
             gate = linear(x, self.gate_proj.weight, None, eight[0])
             up = linear(x, self.up_proj.weight, None, eight[1])
-        return linear(self.act_fn(gate) * up, down, None, eight[1 if self.joint else 2])
+        return linear(self.act_fn(gate) * up, down, None, eight[-1])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, eight: Eight | None) -> Tensor:

@@ -27,7 +27,7 @@ SLOPE_MAX = torch.finfo(SLOPE).max
 
 
 class Slopes(NamedTuple):
-    """dL/dz of a chunk of logits: values [c, V], times scale [c] if they are `SLOPE` ones."""
+    """dL/dz of a chunk of logits: values [c, V], times scale [c] if there is one."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -81,12 +81,16 @@ def head_logits(hidden: Tensor, head_weight: Tensor, eight: Eight | None = None)
 
 
 def through_head(slopes: Slopes, head_weight: Tensor, eight: Eight | None, out: Tensor) -> None:
-    """The slopes of `head_logits`'s hidden [c, H] into `out`. In fp8, if they are, their products are summed in full:
-    they are as many as the vocabulary has tokens."""
-    if slopes.scale is None or eight is None:
-        torch.mm(slopes.values, head_weight, out=out)
-    else:
-        out.copy_(scaled_matmul(slopes.values, slopes.scale[:, None], *eight[2:], out.dtype, fast=False))
+    """The slopes of `head_logits`'s hidden [c, H] into `out`. eight: as there, for `SLOPE` values with scales; their
+    products are summed in full, as they are as many as the vocabulary has tokens."""
+    scale = None if slopes.scale is None else slopes.scale[:, None]
+    if eight is not None:
+        assert scale is not None
+        out.copy_(scaled_matmul(slopes.values, scale, *eight[2:], out.dtype, fast=False))
+        return
+    torch.mm(slopes.values, head_weight, out=out)
+    if scale is not None:
+        out *= scale
 
 
 def chunk_rows(rows: int, head_weight: Tensor, chunk_bytes: int) -> int:
@@ -156,20 +160,18 @@ class _HeadCrossEntropy(torch.autograd.Function):
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
             logits = head_logits(hidden[part], head_weight, eight)
-            if hidden.is_cuda:  # in place, if not in fp8: the logits become weights·(softmax - onehot)
-                by = None if gradient is None else weights[part]
+            by = None if gradient is None else weights[part]
+            if hidden.is_cuda:
                 beside = None if by is None or eight is None else torch.empty_like(logits, dtype=SLOPE)
                 losses[part], hits[part] = fused_cross_entropy()(logits, labels[part], by, beside)
-                slope = logits if beside is None else beside
+                values, scale = (logits, None) if beside is None else (beside, weights[part] / SLOPE_MAX)
             else:
-                losses[part], hits[part], slope = softmax_parts(logits, labels[part], wide)
+                losses[part], hits[part], values = softmax_parts(logits, labels[part], wide)
+                scale = weights[part]
                 if eight is not None:
-                    slope = (slope.to(wide) * SLOPE_MAX).to(SLOPE)
+                    values, scale = (values.to(wide) * SLOPE_MAX).to(SLOPE), scale / SLOPE_MAX
             if gradient is not None:
-                scale = None if eight is None else weights[part].float() / SLOPE_MAX
-                through_head(Slopes(slope, scale), head_weight, eight, gradient[part])
-                if not hidden.is_cuda and eight is None:
-                    gradient[part] *= weights[part, None]
+                through_head(Slopes(values, scale), head_weight, eight, gradient[part])
         ctx.save_for_backward(*([] if gradient is None else [gradient]))
         ctx.mark_non_differentiable(losses, hits)
         return (losses * weights).sum(), losses, hits
