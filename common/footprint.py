@@ -70,14 +70,22 @@ class Shape:
         )
 
     @property
+    def layer_matrices(self) -> list[tuple[int, int]]:
+        """Sides of the matrices of one draft layer: q and o, k and v, gate, up and down."""
+        return [(self.hidden, side) for side in (*2 * [self.queries], *2 * [self.keys], *3 * [self.inner])]
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Of all layers, and of fc."""
+        return self.layers * self.layer_matrices + [(self.hidden, self.planes * self.hidden)]
+
+    @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of one draft layer."""
-        attention = self.hidden * (2 * self.queries + 2 * self.keys)
-        return attention + 3 * self.hidden * self.inner
+        return sum(math.prod(sides) for sides in self.layer_matrices)
 
     @property
     def weights(self) -> int:
-        return self.layers * self.layer_weights + self.planes * self.hidden * self.hidden
+        return sum(math.prod(sides) for sides in self.matrices)
 
 
 def slots_of(run: "RunFile", tokens: int) -> int:

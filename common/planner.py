@@ -288,10 +288,8 @@ def target_flops(info: "TargetInfo", last_layer: int, length: int) -> float:
 
 def update_flops(run: "RunFile", shape: Shape) -> float:
     """Of Muon's update of all matrices, a rank's share of it."""
-    hidden, inner = shape.hidden, shape.inner
-    layer = [(hidden, shape.queries)] * 2 + [(hidden, shape.keys)] * 2 + [(hidden, inner)] * 3
-    matrices = layer * shape.layers + [(hidden, shape.planes * hidden)]
-    return sum(muon_flops(*sides) for sides in matrices) / (run.trainer.ranks if muon_shared(run, shape) else 1)
+    whole = sum(muon_flops(*sides) for sides in shape.matrices)
+    return whole / (run.trainer.ranks if muon_shared(run, shape) else 1)
 
 
 def step_tokens(run: "RunFile") -> float:
