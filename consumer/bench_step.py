@@ -15,12 +15,14 @@ What users of other trainers run is measured by padded.py: the packed arm's rows
 import gc
 import sys
 import time
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..common.bench_parts import PADDED, PADDED_LENGTH, PLAIN, RESIDENT, StepOptions, chat_lengths, prompt_tokens
 from ..common.errors import PacelineError
@@ -38,12 +40,35 @@ from .ceilings import wait
 from .learner import DFlashLearner, build_learner
 from .padded import PaddedLearner
 from .rehearsal import check_compiled
-from .transfer import ResidentReader, StateReader
+from .transfer import Reading, StateReader
 
 EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
 WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
 PROFILED = 3  # repetitions in a profile
 LR = 1e-6  # random states teach nothing
+
+
+class ResidentReader(StateReader):
+    """Copies a record to the device when it is first announced or read, and reads it there ever after: what bringing
+    states to the device costs is the difference to this. Records have to keep their memory."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self._here: dict[tuple[int, torch.Size], tuple[Tensor, Tensor | None]] = {}
+
+    def expect(self, key: Hashable, reading: Reading) -> None:
+        super().expect(key, self._resident(reading))
+
+    def features(self, reading: Reading, key: Hashable | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return super().features(self._resident(reading), key)
+
+    def _resident(self, reading: Reading) -> Reading:
+        at = reading.states.data_ptr(), reading.states.shape
+        if at not in self._here:
+            scales = None if reading.scales is None else reading.scales.to(self._device)
+            self._here[at] = reading.states.to(self._device), scales
+        states, scales = self._here[at]
+        return reading._replace(states=states, scales=scales)
 
 
 class Arm(NamedTuple):

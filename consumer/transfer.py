@@ -197,29 +197,6 @@ class StateReader:
         self._begun = None
 
 
-class ResidentReader(StateReader):
-    """Copies a record to the device when it is first announced or read, and reads it there ever after: what bringing
-    states to the device costs is the difference to this. For benchmarks, whose records keep their memory."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
-        self._here: dict[tuple[int, torch.Size], tuple[Tensor, Tensor | None]] = {}
-
-    def expect(self, key: Hashable, reading: Reading) -> None:
-        super().expect(key, self._resident(reading))
-
-    def features(self, reading: Reading, key: Hashable | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        return super().features(self._resident(reading), key)
-
-    def _resident(self, reading: Reading) -> Reading:
-        at = reading.states.data_ptr(), reading.states.shape
-        if at not in self._here:
-            scales = None if reading.scales is None else reading.scales.to(self._device)
-            self._here[at] = reading.states.to(self._device), scales
-        states, scales = self._here[at]
-        return reading._replace(states=states, scales=scales)
-
-
 def _parted(planes: Tensor, layers: int, dtype: torch.dtype, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Copies of the first `layers` planes [K, t, H] as [t, K·H], and of the one after them if it is there.
 

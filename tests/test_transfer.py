@@ -14,6 +14,7 @@ import pytest
 import torch
 from paceline.common import paths
 from paceline.consumer import transfer
+from paceline.consumer.bench_step import ResidentReader
 from paceline.consumer.transfer import Reading, StateReader, register_host, unregister_host
 
 LAYERS, HIDDEN = 2, 4
@@ -295,7 +296,7 @@ def test_resident_states_are_those_of_the_first_time(device: str, scaled: bool, 
 
     monkeypatch.setattr(torch.Tensor, "to", moved)
     readings = [record(seed, 5, 9, scaled=scaled) for seed in (1, 2)]
-    reader = transfer.ResidentReader(torch.device(device), torch.float32)
+    reader = ResidentReader(torch.device(device), torch.float32)
     wanted = [read(reader, reading, n) for n, reading in enumerate(readings)]
     monkeypatch.undo()
     assert all(same(found, reading) for found, reading in zip(wanted, readings, strict=True))
