@@ -9,7 +9,7 @@ import pytest
 import torch
 from drafting import CONFIG, HIDDEN, INFO, SLIDING, VOCAB, make_drafter, make_head, make_rows, make_run, plain_block
 from paceline.common.errors import ConfigError
-from paceline.consumer import drafter as drafter_module
+from paceline.consumer import first_weights
 from paceline.consumer.blocks import DenseAttention, pack_blocks
 from paceline.consumer.drafter import ContextCache, DrafterConfig, check_mask_token, pad_token_id
 from paceline.consumer.first_weights import copy_from_target, init_drafter, read_target_tensors, target_tensor_names
@@ -238,7 +238,7 @@ def threads():
 
 
 def test_random_weights_do_not_depend_on_threads_or_on_other_parameters(threads, monkeypatch):
-    monkeypatch.setattr(drafter_module, "PIECE", 1000)  # no multiple of a row
+    monkeypatch.setattr(first_weights, "PIECE", 1000)  # no multiple of a row
     drawn = []
     for count in (1, 2, 5):
         threads(count)
@@ -250,7 +250,7 @@ def test_random_weights_do_not_depend_on_threads_or_on_other_parameters(threads,
 
 
 def test_random_weights_are_normal_and_no_piece_is_like_another(monkeypatch):
-    monkeypatch.setattr(drafter_module, "PIECE", 512)
+    monkeypatch.setattr(first_weights, "PIECE", 512)
     drafter = init_drafter(replace(CONFIG, intermediate_size=512), seed=11)
     weights = torch.cat([p.detach().flatten() for p in drafter.parameters() if p.ndim == 2]) / CONFIG.initializer_range
     count = len(weights)
