@@ -1,9 +1,12 @@
 """Loading a target, whole or in part: its dtype, its weights' completeness, GGUF files, and where its parts are.
 
-load_model       a causal LM from a folder, every weight accounted for
-load_causal_lm   the same from anything that names a target, for generation
-FrozenHead       embedding, final norm and head alone, for drafter and losses
-convert_gguf     a GGUF file to such a folder
+    load_model       a causal LM from a folder, every weight accounted for
+    load_causal_lm   the same from anything that names a target, for generation
+    FrozenHead       embedding, final norm and head alone, for drafter and losses
+    convert_gguf     a GGUF file to such a folder
+
+Owned here: what is read, and that nothing of it is made up in silence. Not here: running layers (target.py), and where
+a converted file is kept (gguf.py).
 """
 
 import contextlib
@@ -28,7 +31,7 @@ from transformers import (
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from .errors import ConfigError
+from .errors import ConfigError, first_line
 from .quantised import check_quantisation, quantisation, restore
 from .target_info import TargetInfo, load_config, random_weights, target_folder
 
@@ -106,9 +109,7 @@ def load_model(
                     **({"distributed_config": DistributedConfig(tp_plan="auto", tp_size=shards)} if shards > 1 else {}),
                 )
             except (OSError, ImportError, RuntimeError) as error:
-                raise ConfigError(
-                    f"target.path: {folder} does not load: {str(error).strip().splitlines()[0]}"
-                ) from error
+                raise ConfigError(f"target.path: {folder} does not load: {first_line(error)}") from error
         model, report = loaded
         break
     if model is None:
@@ -160,8 +161,7 @@ def convert_gguf(path: Path, out: Path) -> None:
             with contextlib.redirect_stderr(io.StringIO()):  # its progress bar has no switch
                 found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
     except (ValueError, OSError, KeyError, NotImplementedError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"target.path: {path} does not convert: {reason}") from error
+        raise ConfigError(f"target.path: {path} does not convert: {first_line(error)}") from error
     tensors = _by_name(path, skeleton, found)
     save_file(
         {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, first_line
 from .runfile import RunFile
 
 EDGE = 1 << 20  # bytes hashed at either end of a weight file
@@ -72,8 +72,7 @@ def hub_folder(name: str, prefix: str = "target.path: there is no folder") -> Pa
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{prefix} {name} here, and the hub did not give it: {reason}") from None
+        raise ConfigError(f"{prefix} {name} here, and the hub did not give it: {first_line(error)}") from None
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..common.errors import PacelineError
+from ..common.errors import PacelineError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ class TorchGroup:
         try:
             collective(*arguments, **options)
         except RuntimeError as error:  # what gloo and NCCL raise when a peer's connection breaks
-            raise GroupError(f"another rank is gone: {str(error).splitlines()[0]}") from error
+            raise GroupError(f"another rank is gone: {first_line(error)}") from error
 
     def close(self) -> None:
         self._dist.destroy_process_group()

@@ -1,12 +1,14 @@
-"""Triton kernels of the objective: a chunk of logits to statistics, and in place to its own gradient.
+"""Triton kernels of a step, but for the attention's: a chunk of logits to statistics and to its own gradient, and what
+Inductor's or torch's own kernels do too slowly.
 
-One program a row walks along the vocabulary, softmaxes in float32 with running maxima; nothing of the chunk's size is
-allocated. They compute what `objective.slot_stats` and `objective.slot_slopes` do, the plain form that the tests hold
-them against (on a CPU under TRITON_INTERPRET=1).
+One program a row walks along the vocabulary, softmaxes in float32 with running maxima; but for slopes in fp8, nothing
+of the chunk's size is allocated. They compute what `objective.slot_stats` and `objective.slot_slopes` do, the plain form
+that the tests hold them against (on a CPU under TRITON_INTERPRET=1).
 
     cross_entropy   decayed cross-entropy alone: statistics and gradient in one launch, the row still in the cache
     slot_stats      any objective; with the target's logits a second walk, for what needs both softmaxes
     slot_slopes     any objective: overwrites the logits
+    add_to, swiglu_slopes, quantise_both_ways    of optim.py and linears.py, where their plain forms are
 
 Logits are [c, V] with stride 1 along V. Reads: c·V twice (cross_entropy), once and with a target's chunk two times two
 (slot_stats), once (slot_slopes). Writes: c·V once; in fp8, where the run says so, beside the logits.
