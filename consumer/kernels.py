@@ -2,8 +2,8 @@
 Inductor's or torch's own kernels do too slowly.
 
 One program a row walks along the vocabulary, softmaxes in float32 with running maxima; but for slopes in fp8, nothing
-of the chunk's size is allocated. They compute what `objective.slot_stats` and `objective.slot_slopes` do, the plain form
-that the tests hold them against (on a CPU under TRITON_INTERPRET=1).
+of the chunk's size is allocated. They compute what `objective.slot_stats` and `objective.slot_slopes` do, the plain
+form that the tests hold them against (on a CPU under TRITON_INTERPRET=1).
 
     cross_entropy   decayed cross-entropy alone: statistics and gradient in one launch, the row still in the cache
     slot_stats      any objective; with the target's logits a second walk, for what needs both softmaxes
