@@ -291,6 +291,26 @@ def test_ranks_share_muons_work_and_all_have_the_same(world, monkeypatch):
             torch.testing.assert_close(value, optimizer.state_dict()[name])
 
 
+def test_muons_step_is_the_formula_of_its_docstring():
+    """Tighter than torch's own can be held to: matrices as they are, then one after another."""
+    weights, optimizer = large(0)
+    matrices = {name: part for name, part in weights.views(weights.masters.clone()).items() if part.ndim > 1}
+    buffers = {name: torch.zeros_like(part) for name, part in matrices.items()}
+    keep, lr = MUON.momentum, 1e-2
+    for seed in (1, 2, 3):
+        weights.gradients.normal_(generator=torch.Generator().manual_seed(seed)).mul_(0.01)
+        gradients = {name: part.clone() for name, part in weights.views(weights.gradients).items()}
+        assert optimizer.step(lr, 1.0) < MUON.clip, "nothing is clipped"
+        for name, matrix in matrices.items():
+            gradient, buffer = gradients[name], buffers[name]
+            buffer.copy_(keep * buffer + (1 - keep) * gradient)
+            update = orthogonalised((gradient + keep * (buffer - gradient))[None])[0]
+            matrix.mul_(1 - lr * MUON.weight_decay).sub_(lr * 0.2 * max(matrix.shape) ** 0.5 * update)
+    for name, part in weights.views(weights.masters).items():
+        if part.ndim > 1:
+            torch.testing.assert_close(part, matrices[name], rtol=1e-4, atol=1e-5)
+
+
 def test_a_small_drafter_is_not_shared():
     weights, optimizer = large(0)
     optimizer.step(1e-2, 1.0, member(0, 2, lambda _: pytest.fail("asked the other")))
