@@ -150,23 +150,23 @@ def layer_forward(layer: DraftLayer, x: Tensor, context: Tensor, ropes: tuple[Ro
     return x + F.linear(mlp.act_fn(gate) * up, mlp.down_proj.weight)
 
 
-def padded_loss(
-    drafter: Drafter,
-    head: Tensor,
-    features: Tensor,
-    embeds: Tensor,
-    ropes: tuple[Rope, Rope],
-    mask: Mask,
-    labels: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Σ w·CE over all slots. features [R, C, K·H], embeds [R, S, H], head [V, H], labels and weights [R, S]."""
-    context = drafter.hidden_norm(F.linear(features, drafter.fc.weight))
-    x = embeds
-    for layer in drafter.layers:
-        x = layer_forward(cast(DraftLayer, layer), x, context, ropes, mask)
+def project(drafter: Drafter, features: Tensor) -> Tensor:
+    """The context [R, C, H] of features [R, C, K·H]."""
+    return drafter.hidden_norm(F.linear(features, drafter.fc.weight))
+
+
+def head_loss(drafter: Drafter, head: Tensor, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Σ w·CE over all slots x [R, S, H]. head [V, H], labels and weights [R, S]."""
     logits = F.linear(drafter.norm(x), head).flatten(0, 1)
     return (F.cross_entropy(logits.float(), labels.flatten(), reduction="none") * weights.flatten()).sum()
+
+
+class Parts(NamedTuple):
+    """What the step computes, plain or each compiled."""
+
+    project: Callable[..., Tensor] = project
+    layer: Callable[..., Tensor] = layer_forward
+    loss: Callable[..., Tensor] = head_loss
 
 
 class PaddedLearner(DFlashLearner):
@@ -179,10 +179,15 @@ class PaddedLearner(DFlashLearner):
         super().__init__(*arguments, **options)
         if self.drafter.windows != {None} or not self._objective.plain or self.run.objective.noise:
             raise ConfigError("padded-plain: only for full attention and objective.ce alone, without noise")
-        gpu = self.device.type == "cuda"
-        self._loss = torch.compile(padded_loss, dynamic=False) if gpu else padded_loss
-        self._mask = flex_mask if gpu else dense_mask
+        self._parts, self._mask = Parts(), dense_mask
+        if self.device.type == "cuda":
+            self._mask = flex_mask
+            self.compile_step()
         self._padded: dict[tuple[int, int], list[tuple[tuple[int, int], Tables]]] = {}
+
+    def compile_step(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Layers are arguments of what is compiled: one graph is made for all of them."""
+        self._parts = Parts(*(torch.compile(part, backend=backend, dynamic=False) for part in Parts()))
 
     def prepare(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> None:
         assert epoch is not None  # it only trains
@@ -200,16 +205,12 @@ class PaddedLearner(DFlashLearner):
         context = features.new_zeros(rows * LENGTH, features.shape[1]).index_copy_(0, tables.place, features)
         at = torch.arange(LENGTH, device=self.device).expand(rows, -1)
         ropes = self._ropes(features, tables.positions), self._ropes(features, torch.cat([at, tables.positions], 1))
-        loss = self._loss(
-            self.drafter,
-            self._head,
-            context.view(rows, LENGTH, -1),
-            F.embedding(tables.ids, self._embedding),
-            ropes,
-            self._mask(tables, self.config.block_size),
-            tables.labels,
-            tables.weights,
-        )
+        mask = self._mask(tables, self.config.block_size)
+        projected = self._parts.project(self.drafter, context.view(rows, LENGTH, -1))
+        x = F.embedding(tables.ids, self._embedding)
+        for layer in self.drafter.layers:
+            x = self._parts.layer(layer, x, projected, ropes, mask)
+        loss = self._parts.loss(self.drafter, self._head, x, tables.labels, tables.weights)
         loss.backward()
         self._sums[SCALARS.index("loss")] += loss.detach().double()
         self._sums[SCALARS.index("weight")] += tables.weights.sum(dtype=torch.float64)

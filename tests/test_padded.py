@@ -1,5 +1,7 @@
 """The padded step in plain PyTorch is the same step as the packed one: same loss, same gradients."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,28 @@ def test_flex_attention_sees_what_the_dense_mask_says():
 def test_other_steps_are_refused(config, sections):
     with pytest.raises(ConfigError, match=r"padded-plain: only for full attention and objective\.ce alone"):
         learner_of(PaddedLearner, config=config, **sections)
+
+
+def test_all_layers_and_steps_share_what_is_compiled():
+    """Each graph more, of a layer at that, is half a minute of a benchmark; the first layer has one of its own, as
+    nothing asks for the gradient of its input."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    config = replace(CONFIG, num_hidden_layers=4, layer_types=("full_attention",) * 4)
+    plain, compiled = (learner_of(PaddedLearner, config=config) for _ in range(2))
+    torch.compiler.reset()
+    compiled.compile_step(backend)
+    rows = make_rows(9, 40, 30, 17, prompt=1)
+    meta = rows.meta([3, 1, 4, 6])
+    for epoch in (0, 1):
+        for learner in (compiled, plain):
+            learner.train_record(meta, rows.memory(), epoch)
+    assert len(graphs) == 4, "features, first layer, other layers, loss"
+    torch.testing.assert_close(compiled.weights.gradients, plain.weights.gradients)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
