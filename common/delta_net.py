@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, silu, softplus
 
 from .boundaries import Boundaries, Unpackable, boundaries, current
+from .errors import first_line
 
 __all__ = ["DEVICES", "delta_nets", "fault", "pack", "unpack"]
 
@@ -93,12 +94,12 @@ def kernels() -> Kernels:
             raise Unpackable(f"its Gated DeltaNet layers need {PACKAGE} for that: {EXTRA}") from None
         raise Unpackable(f"{PACKAGE} lacks {error.name}: {EXTRA}") from error
     except Exception as error:  # kernels are declared at import, where Triton may refuse them in any way
-        raise Unpackable(f"{PACKAGE} does not load ({_first_line(error)}): {EXTRA}") from error
+        raise Unpackable(f"{PACKAGE} does not load ({_named(error)}): {EXTRA}") from error
     return Kernels(conv, rule)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -229,7 +230,7 @@ def fault(layer: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         found = (_conv(x, weight, layer.conv1d.bias, layer.activation), _rule(q, k, v, g, beta))
     except Exception as error:  # a kernel's compiler may raise anything, and rows can run another way
-        return f"fla's kernels do not run: {_first_line(error)}"
+        return f"fla's kernels do not run: {_named(error)}"
     finally:
         boundaries.reset(token)
     bias = layer.conv1d.bias

@@ -1,5 +1,7 @@
 """Errors a user can cause, each with its exit code; the CLI prints their text as one line, never a traceback."""
 
+import signal
+
 
 class PacelineError(Exception):
     """Something failed at run time. Exit code 1."""
@@ -29,3 +31,13 @@ def first_line(error: Exception) -> str:
     """The first line of an error's text that says something, or else its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def how_it_ended(code: int) -> str:
+    """What became of a process, by its `returncode`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import paths
-from .errors import ConfigError, PacelineError
+from .errors import ConfigError, PacelineError, how_it_ended
 
 DOING, WARNING = "@doing ", "@warning "
 WATCHED = ("paceline", "torch._dynamo")  # dynamo says so when it gives up on a function, which then runs uncompiled
@@ -130,12 +130,14 @@ def _listen(stderr: IO[str], said: Said, heard: list[str]) -> None:
 
 
 def _failure(module: str, heard: list[str], code: int, doing: str) -> PacelineError:
-    last = error_line("".join(line for line in heard if not line.startswith((DOING, WARNING)))) or f"exit code {code}"
+    last = error_line("".join(line for line in heard if not line.startswith((DOING, WARNING))))
     kind, own, text = last.partition("Error: ")
     if own and kind.startswith("paceline."):
         return (ConfigError if kind.endswith(".Config") else PacelineError)(text)
     log = Path(tempfile.gettempdir()) / f"paceline-{module}.log"
     log.write_text("".join(heard))
+    if code < 0 or not last:  # a crash or the kernel leaves no line of its own
+        last = how_it_ended(code) + (last and f"; its last line: {last}")
     return PacelineError(f"{module} failed ({doing}): {last} (all it said: {log})")
 
 

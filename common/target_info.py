@@ -82,12 +82,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, ImportError) as error:
-        raise ConfigError(f"target.path: {folder}/config.json: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        raise ConfigError(f"target.path: {folder}/config.json: {first_line(error)}") from None
 
 
 def target_info(path: str, trust_remote_code: bool = False) -> TargetInfo:

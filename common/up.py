@@ -37,7 +37,7 @@ from typing import Any, Protocol
 from . import paths
 from .control import Control, ReadySocket
 from .devices import gpu_count
-from .errors import ConfigError, PacelineError, UsageError
+from .errors import ConfigError, PacelineError, UsageError, how_it_ended
 from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
@@ -459,9 +459,9 @@ class Supervisor:
                 self.view.event(f"{child.name} left")
                 self._alone_at = time.monotonic() + self.policy.leave
         elif code in _FATAL and child.extra and not child.was_ready:
-            self._give_up(child, _died(code))
+            self._give_up(child, how_it_ended(code))
         elif code in _FATAL or child is self.prepare:
-            self._show_failure(child, f"{child.name} {_died(code)}")
+            self._show_failure(child, f"{child.name} {how_it_ended(code)}")
             child.state = "failed"
             self._stop(code if code in _FATAL else 1, "stopping: starting it again would not help")
         else:
@@ -471,7 +471,7 @@ class Supervisor:
         child.state = "stopped"
         if code in _STOPPED:
             return
-        self._show_failure(child, f"{child.name} {_died(code)} while stopping")
+        self._show_failure(child, f"{child.name} {how_it_ended(code)} while stopping")
         if child is self.trainer and not self.code:
             self.code = 1
 
@@ -489,11 +489,11 @@ class Supervisor:
         elif len(child.failures) >= policy.limit:
             often = f"{policy.limit} times in {policy.window:.0f} s"
         if often:
-            self._give_up(child, f"{_died(code)}: {often}")
+            self._give_up(child, f"{how_it_ended(code)}: {often}")
             return
         pause = min(policy.first_pause * 2 ** (len(child.failures) - 1), policy.longest_pause)
         child.state, child.start_at = "restarts", now + pause
-        self._show_failure(child, f"{child.name} {_died(code)}; starting it again in {pause:.0f} s")
+        self._show_failure(child, f"{child.name} {how_it_ended(code)}; starting it again in {pause:.0f} s")
 
     def _give_up(self, child: Child, how: str) -> None:
         """A child that does not stay up ends the run, unless it was added to it and never was a part of it."""
@@ -585,15 +585,6 @@ class Supervisor:
         if status is None or status.get("updated", 0.0) < max(self.trainer.started, time.time() - STALE_SECONDS):
             return None
         return status
-
-
-def _died(code: int) -> str:
-    if code >= 0:
-        return f"failed with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def _workers(count: int) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..common.errors import ConfigError, PacelineError, UsageError
+from ..common.errors import ConfigError, PacelineError, UsageError, first_line
 from ..common.loading import load_causal_lm, quiet_loading, stop_tokens
 from ..common.target_info import target_info
 from .decode import Generation, TargetDecoder, narrow_linears, speculate
@@ -334,7 +334,7 @@ class ZlabEngine(Engine):
         try:
             self._model = cast(Any, DFlashDraftModel.from_pretrained(folder, dtype=dtype))
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.name} does not load {folder}: {_first_line(error)}") from error
+            raise ConfigError(f"{self.name} does not load {folder}: {first_line(error)}") from error
         self._model = self._model.to(model.device).eval()
         self._loaded = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
         self._model.float()
@@ -401,7 +401,7 @@ class SpeculatorsEngine(Engine):
             dtype = torch_dtype(read_config(folder).dtype)
             self._model = SpeculatorModel.from_pretrained(folder, config=config, dtype=dtype)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.name} does not load {folder}: {_first_line(error)}") from error
+            raise ConfigError(f"{self.name} does not load {folder}: {first_line(error)}") from error
         self._model = self._model.to(model.device).eval()
         self.config = read_config(folder)
         targets = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
@@ -474,8 +474,3 @@ class SpeculatorsEngine(Engine):
         if places.view(-1, size)[:, 0].tolist() != list(anchors):
             raise PacelineError(f"{self.name} drew other anchors than it was given")
         return hidden.view(len(anchors), size, -1)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

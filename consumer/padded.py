@@ -11,7 +11,6 @@ Shapes: R rows, C context positions, N blocks a row, B slots a block, S = N·B, 
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -113,13 +112,8 @@ def dense_mask(tables: Tables, block_size: int) -> Tensor:
 def flex_mask(tables: Tables, block_size: int) -> BlockMask:
     rows, slots = tables.ids.shape
     device = tables.ids.device
-    make = _compiled_mask() if device.type == "cuda" else create_block_mask
-    return make(sees(tables, block_size), rows, None, slots, LENGTH + slots, device=device)
-
-
-@cache
-def _compiled_mask() -> Callable[..., BlockMask]:
-    return cast(Callable[..., BlockMask], torch.compile(create_block_mask, dynamic=False))
+    # Not compiled: that took minutes, and a mask is a few milliseconds of a micro-batch's half second.
+    return create_block_mask(sees(tables, block_size), rows, None, slots, LENGTH + slots, device=device)
 
 
 # The model

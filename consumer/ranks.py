@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..common.errors import how_it_ended
 from .job import RankJob
 
 RANK_COMMAND = (sys.executable, "-m", "paceline.consumer.rank")
@@ -43,10 +44,8 @@ class Rank:
 
     def obituary(self) -> str:
         """How it ended, with its last lines."""
-        code = self.code or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = "".join(f"\n    {line}" for line in self.tail)
-        return f"rank {self.number} {how}{'; its last lines:' if lines else ''}{lines}"
+        return f"rank {self.number} {how_it_ended(self.code or 0)}{'; its last lines:' if lines else ''}{lines}"
 
 
 class RankSet:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..common import paths
 from ..common.devices import shard_devices
-from ..common.errors import PacelineError
+from ..common.errors import PacelineError, how_it_ended
 from ..common.runfile import RunFile
 from ..common.target import Pass, Target
 
@@ -67,7 +67,7 @@ class Shards:
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
         if not self._closing.is_set():
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = how_it_ended(code)
             log.error("the process of %s, share %d of the target, %s", self._devices[rank], rank, how)
             logging.shutdown()
             os._exit(code if code == 78 else 1)  # the main thread may be waiting for a GPU that waits for the dead one

@@ -46,8 +46,24 @@ def test_a_failure_says_what_was_being_done(script, monkeypatch, tmp_path):
         run_side("consumer.bench")
     text = (tmp_path / "paceline-consumer.bench.log").read_text()
     assert "something else" in text and "@warning late" in text
-    script("echo '@doing full' >&2\nkill -9 $$\n")
-    with pytest.raises(PacelineError, match=r"failed \(full\): exit code -9"):
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ("kill -9 $$", "was killed by SIGKILL"),
+        (
+            "echo 'slow kernels' >&2; kill -11 $$",
+            "was killed by SIGSEGV; its last line: slow kernels",
+        ),
+        ("exit 3", "ended with exit code 3"),
+        ("exit 0", "ended with exit code 0"),  # without figures
+    ],
+)
+def test_a_process_that_dies_without_a_word_has_its_end_named(script, monkeypatch, tmp_path, ending, words):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script(f"echo '@doing full' >&2\n{ending}\n")
+    with pytest.raises(PacelineError, match=rf"failed \(full\): {words} \(all it said"):
         run_side("consumer.bench")
 
 

@@ -114,7 +114,7 @@ def test_an_added_worker_that_does_not_come_up_is_given_up(live: Live, capsys: p
     assert "worker w1 did not come up (failed): out of memory; its log: " in shown.err
     assert main(["scale", "live", "3"]) == 1
     assert "did not come up (failed)" in capsys.readouterr().err
-    live.wait_for(lambda: "w2 failed with exit code 1: 3 times in a row right after its start" in live.log())
+    live.wait_for(lambda: "w2 ended with exit code 1: 3 times in a row right after its start" in live.log())
     assert "the run goes on without w2" in live.log()
     assert scaled(live, 1, capsys).startswith("1 worker: removes w1, w2\n")
     reached = max(live.steps())

@@ -141,7 +141,7 @@ def test_a_stop_that_takes_too_long_ends_in_a_kill(run_path: Path, capfd: pytest
 def test_a_failed_checkpoint_while_stopping_shows(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     failing = f"trap 'echo disk full; exit 1' TERM; kill -TERM $PPID; {FOREVER}"
     assert up(run_path, command=Scripts(consumer=failing), policy=QUICK) == 1
-    assert "trainer failed with exit code 1 while stopping" in capfd.readouterr().out
+    assert "trainer ended with exit code 1 while stopping" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("ending", ["kill -9 $$", "exit 3"])
@@ -154,7 +154,7 @@ def test_a_child_that_dies_is_started_again(run_path: Path, capfd: pytest.Captur
     )
     assert up(run_path, command=scripts, policy=QUICK) == 0
     shown = capfd.readouterr().out
-    died = "was killed by SIGKILL" if "kill" in ending else "failed with exit code 3"
+    died = "was killed by SIGKILL" if "kill" in ending else "ended with exit code 3"
     assert f"w0 {died}; starting it again in 0 s" in shown
     assert "    oh no" in shown and "w0 started again" in shown
 
