@@ -42,8 +42,9 @@ class Tables(NamedTuple):
     ids: Any  # int64 [R, S] token in the slot: the anchor's, then the mask token
     positions: Any  # int64 [R, S]
     labels: Any  # int64 [R, S]
-    anchors: Any  # int64 [R, N], 0 for a block that does not exist
-    sizes: Any  # int64 [R, N] slots of a block that lie in its row; 0 for a block that does not exist
+    before: Any  # int64 [R, S] context positions that the slot sees, from the row's start
+    own: Any  # int64 [R, S] first slot of its block
+    until: Any  # int64 [R, S] past the last slot that it sees there
     place: Any  # int64 [t] of each context token in [R·C]
     weights: Any  # float32 [R, S]
 
@@ -71,12 +72,17 @@ def pad_blocks(
     exists = keep[:, :, None] & inside[of]
     counts = np.logical_and.accumulate((exists & supervised[of]) | (slot == 0), axis=2) & exists & (slot > 0)
     flat = (len(rows), blocks * block_size)
+    slots = np.arange(flat[1]).reshape(blocks, block_size)
+    own = np.broadcast_to(slots[:, :1], positions.shape)
+    # A slot beyond its row sees itself as well, as softmax over no keys is not a number; nobody sees it.
+    until = np.maximum(own + exists.sum(2, keepdims=True), slots + 1)
     return Tables(
         ids=np.where(slot == 0, tokens[of], mask_token_id).reshape(flat),
         positions=positions.reshape(flat),
         labels=tokens[of].reshape(flat),
-        anchors=at,
-        sizes=exists.sum(2),
+        before=np.broadcast_to(at[:, :, None], positions.shape).reshape(flat),
+        own=own.reshape(flat),
+        until=until.reshape(flat),
         place=np.concatenate([r * LENGTH + np.arange(len(row)) for r, row in enumerate(rows)]),
         weights=np.where(counts, np.exp(-(slot - 1) / gamma), 0).astype(np.float32).reshape(flat),
     )
@@ -85,35 +91,32 @@ def pad_blocks(
 # What a slot sees
 
 
-def sees(tables: Tables, block_size: int) -> Callable[[Any, Any, Any, Any], Tensor]:
+def sees(tables: Tables) -> Callable[[Any, Any, Any, Any], Tensor]:
     """Whether slot q of row r sees key k of [C context positions; S slots], as flex_attention asks: (r, head, q, k).
 
-    Context before the anchor, and the slots of its own block that exist. A slot always sees itself: softmax over no
-    keys is not a number.
+    Context before the anchor, and the slots of its own block that exist. Comparisons alone: what divides takes the
+    kernels' assembler minutes.
     """
-    anchors, sizes = tables.anchors, tables.sizes
+    before, own, until = tables.before, tables.own, tables.until
 
     def mask_mod(r: Any, head: Any, q: Any, k: Any) -> Tensor:
-        block, other = q // block_size, k - LENGTH
-        before = (k < LENGTH) & (k < anchors[r, block])
-        beside = (k >= LENGTH) & (other // block_size == block)
-        return before | (beside & ((other % block_size < sizes[r, block]) | (other == q)))
+        slot = k - LENGTH
+        return ((slot < 0) & (k < before[r, q])) | ((slot >= own[r, q]) & (slot < until[r, q]))
 
     return mask_mod
 
 
-def dense_mask(tables: Tables, block_size: int) -> Tensor:
+def dense_mask(tables: Tables) -> Tensor:
     """`sees` spelt out, bool [R, 1, S, C+S]."""
     rows, slots = tables.ids.shape
     r, q, k = (torch.arange(n, device=tables.ids.device) for n in (rows, slots, LENGTH + slots))
-    return sees(tables, block_size)(r[:, None, None], None, q[:, None], k)[:, None]
+    return sees(tables)(r[:, None, None], None, q[:, None], k)[:, None]
 
 
-def flex_mask(tables: Tables, block_size: int) -> BlockMask:
+def flex_mask(tables: Tables) -> BlockMask:
     rows, slots = tables.ids.shape
-    device = tables.ids.device
-    # Not compiled: that took minutes, and a mask is a few milliseconds of a micro-batch's half second.
-    return create_block_mask(sees(tables, block_size), rows, None, slots, LENGTH + slots, device=device)
+    # Not compiled: it is a few milliseconds of a micro-batch's half second.
+    return create_block_mask(sees(tables), rows, None, slots, LENGTH + slots, device=tables.ids.device)
 
 
 # The model
@@ -199,7 +202,7 @@ class PaddedLearner(DFlashLearner):
         context = features.new_zeros(rows * LENGTH, features.shape[1]).index_copy_(0, tables.place, features)
         at = torch.arange(LENGTH, device=self.device).expand(rows, -1)
         ropes = self._ropes(features, tables.positions), self._ropes(features, torch.cat([at, tables.positions], 1))
-        mask = self._mask(tables, self.config.block_size)
+        mask = self._mask(tables)
         projected = self._parts.project(self.drafter, context.view(rows, LENGTH, -1))
         x = F.embedding(tables.ids, self._embedding)
         for layer in self.drafter.layers:

@@ -58,7 +58,9 @@ def test_every_slot_is_computed_and_those_that_count_are_the_packed_ones():
     tables = pad_blocks(rows, masks, anchors, blocks=2, block_size=4, mask_token_id=60, gamma=2.0)
     assert tables.ids.tolist() == [[11, 60, 60, 60, 14, 60, 60, 60], [21, 60, 60, 60, 20, 60, 60, 60]]
     assert tables.positions.tolist() == [[1, 2, 3, 4, 4, 5, 6, 7], [1, 2, 3, 4, 0, 1, 2, 3]]
-    assert tables.anchors.tolist() == [[1, 4], [1, 0]] and tables.sizes.tolist() == [[4, 2], [2, 0]]
+    assert tables.before.tolist() == [[1, 1, 1, 1, 4, 4, 4, 4], [1, 1, 1, 1, 0, 0, 0, 0]]
+    assert tables.own.tolist() == [[0, 0, 0, 0, 4, 4, 4, 4]] * 2
+    assert tables.until.tolist() == [[4, 4, 4, 4, 6, 6, 7, 8], [2, 2, 3, 4, 5, 6, 7, 8]]
     assert tables.weights.tolist() == [[0, 1, 0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
     assert [int(tables.labels[at]) for at in zip(*np.nonzero(tables.weights), strict=True)] == [12, 15, 22]
     assert tables.place.tolist() == [0, 1, 2, 3, 4, 5, LENGTH, LENGTH + 1, LENGTH + 2]
@@ -79,10 +81,10 @@ def test_flex_attention_sees_what_the_dense_mask_says():
         torch.randn(rows, heads, n, 16, generator=draw)
         for heads, n in ((4, slots), (2, LENGTH + slots), (2, LENGTH + slots))
     )
-    dense = dense_mask(tables, CONFIG.block_size)
+    dense = dense_mask(tables)
     assert dense.shape == (rows, 1, slots, LENGTH + slots) and dense.any(-1).all()
     with torch.no_grad():
-        found, wanted = attend(q, k, v, flex_mask(tables, CONFIG.block_size)), attend(q, k, v, dense)
+        found, wanted = attend(q, k, v, flex_mask(tables)), attend(q, k, v, dense)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
