@@ -14,17 +14,18 @@ writes to no ring: states go to the caller's `sink`.
 Packed rows may also run through compiled layers (`Faster`), after the same check.
 
 A mask or a cache would turn off transformers' own packing in silence, and models with attention sinks or
-other recurrent layers leak from row to row. So a way is used only after it reproduced rows run alone by the model's own
-attention. No way builds a mask of T x T over a batch.
+other recurrent layers leak from row to row. So a way is used only after it reproduced what layers make of rows that run
+alone by the model's own attention. No way builds a mask of T x T over a batch.
 """
 
 import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from .boundaries import Boundaries, Unpackable, boundaries, on_device
 from .errors import ConfigError, first_line
 from .loading import as_dtype, check_shards, compute_dtype, find_parts, load_model, quiet_loading
 from .quantised import unrounded
+from .reference import BESIDES, QUANTISED, Reference, run_layers, states_fault, take_alone
 from .target_info import TargetInfo, target_info
 from .varlen import PACKED
 
@@ -49,12 +51,6 @@ PADDED_TOKENS = 8192  # most tokens, padding included, that run side by side
 PADDED_SHARE = 0.8  # a row joins longer ones when it is at least so long, relative to the longest
 CHECK_LENGTHS: tuple[int, ...] = (23, 17, 40)  # rows of the self-check; another one is longer than the sliding window
 CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check reaches across
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # relative error of states, mean of tokens
-# How far off quantised layers may be another way, relative to plain ones: roundings of its own are as large and
-# independent, so that it is 1 but for chance, and faults of 0.75 of that error are seen. Besides a tenth of the
-# tolerance, for roundings of the dtype itself where quantising moves the states by less.
-QUANTISED, BESIDES = 1.25, 0.1
-
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types that `packed_attention` serves
 
 
@@ -78,22 +74,7 @@ class Pass(NamedTuple):
     input_ids: Tensor  # int64 [B, L]
     position_ids: Tensor | None  # int64 [1, T] of packed rows
     cu_seqlens: Sequence[int]  # of packed rows, else empty
-
-
-class _Reference(NamedTuple):
-    """What a way to run the layers is compared with. Of a plane a checked layer: states [t, H] of each row alone, and
-    the error allowed."""
-
-    rows: list[Tensor]
-    states: list[list[Tensor]]
-    limits: list[float]
-
-    def errors(self, states: list[list[Tensor]]) -> list[float]:
-        """Of each layer, the largest of its rows."""
-        return [
-            max(_error(a, b) for a, b in zip(found, wanted, strict=True))
-            for found, wanted in zip(states, self.states, strict=True)
-        ]
+    given: Mapping[int, Tensor] = MappingProxyType({})  # by layer: states [B, L, H] that it takes for its input
 
 
 class _LastLayer(Exception):
@@ -184,13 +165,15 @@ class Target:
         layer_ids: Sequence[int],
         sink: Sink,
         last_hidden: bool = False,
+        given: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """Runs rows and hands the asked layers' outputs to `sink(plane, states, first)` from inside each layer's hook.
 
         tokens int64 [T] (any device), row r at [cu_seqlens[r], cu_seqlens[r+1]). Plane i is layer_ids[i]; with
         `last_hidden` one more holds the last layer's output, before the final norm. `states` is [t, H], of tokens
         first to first+t-1: the whole batch when packed, else one row; it is the caller's to read until the call
-        returns. What `sink` raises ends the forward.
+        returns. What `sink` raises ends the forward. given: by layer, states [T, H] that it takes for its input,
+        instead of what the layers before it make of the rows.
         """
         planes = self._planes(layer_ids, last_hidden)
         tokens = on_device(tokens.long(), self.device)
@@ -200,20 +183,27 @@ class Target:
             if spare:  # a row of its own, which nobody is given
                 tokens, cu_seqlens = nn.functional.pad(tokens, (0, spare)), [*cu_seqlens, count + spare]
             bounds = Boundaries(cu_seqlens, self.device)
-            self._packed(tokens, bounds, planes, lambda plane, out: sink(plane, out.reshape(-1, hidden)[:count], 0))
+            padded = {layer: nn.functional.pad(states, (0, 0, 0, spare))[None] for layer, states in given.items()}
+            self._packed(
+                tokens, bounds, planes, lambda plane, out: sink(plane, out.reshape(-1, hidden)[:count], 0), padded
+            )
             return
         for group in _groups(cu_seqlens, self.mode):
             starts = [cu_seqlens[row] for row in group]
             lengths = [cu_seqlens[row + 1] - cu_seqlens[row] for row in group]
-            ids = tokens.new_zeros(len(group), max(lengths))
-            for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-                ids[i, :length] = tokens[start : start + length]
+
+            def side_by_side(values: Tensor, starts: list[int] = starts, lengths: list[int] = lengths) -> Tensor:
+                whole = values.new_zeros(len(starts), max(lengths), *values.shape[1:])
+                for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                    whole[i, :length] = values[start : start + length]
+                return whole
 
             def deliver(plane: int, out: Tensor, starts: list[int] = starts, lengths: list[int] = lengths) -> None:
                 for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
                     sink(plane, out[i, :length], start)
 
-            self._run(planes, deliver, input_ids=ids)
+            padded = {layer: side_by_side(states) for layer, states in given.items()}
+            self._run(planes, deliver, padded, input_ids=side_by_side(tokens))
 
     def _planes(self, layer_ids: Sequence[int], last_hidden: bool) -> dict[int, list[int]]:
         """Layer to its planes; ConfigError for a layer that is out of range or was dropped at load."""
@@ -225,21 +215,34 @@ class Target:
             planes[layer].append(plane)
         return planes
 
-    def _packed(self, tokens: Tensor, bounds: Boundaries, planes: dict[int, list[int]], deliver: Any) -> None:
+    def _packed(
+        self,
+        tokens: Tensor,
+        bounds: Boundaries,
+        planes: dict[int, list[int]],
+        deliver: Callable[[int, Tensor], None],
+        given: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
         lengths = [end - start for start, end in pairwise(bounds.cu_seqlens)]
         positions = on_device(torch.cat([torch.arange(length) for length in lengths]), self.device)
         token = boundaries.set(bounds)
         try:
-            self._run(planes, deliver, input_ids=tokens[None], position_ids=positions[None])
+            self._run(planes, deliver, given, input_ids=tokens[None], position_ids=positions[None])
         finally:
             boundaries.reset(token)
 
-    def _run(self, planes: dict[int, list[int]], deliver: Callable[[int, Tensor], None], **inputs: Tensor) -> None:
+    def _run(
+        self,
+        planes: dict[int, list[int]],
+        deliver: Callable[[int, Tensor], None],
+        given: Mapping[int, Tensor],
+        **inputs: Tensor,
+    ) -> None:
         """One pass of the decoder. Hooks sit only on the layers asked for; the deepest one's ends the pass."""
         deepest = max(planes)
         bounds = boundaries.get() if self.mode == "packed" else None
         offsets = bounds.cu_seqlens if bounds else ()
-        self.announce(Pass(self.mode, deepest, inputs["input_ids"], inputs.get("position_ids"), offsets))
+        self.announce(Pass(self.mode, deepest, inputs["input_ids"], inputs.get("position_ids"), offsets, given))
         shape = (*inputs["input_ids"].shape, self.info.hidden_size)
 
         def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -257,6 +260,10 @@ class Target:
             return run
 
         handles = [self.layers[layer].register_forward_hook(hook(layer)) for layer in planes]
+        handles += [
+            self.layers[layer].register_forward_pre_hook(_giving(states), with_kwargs=True)
+            for layer, states in given.items()
+        ]
         try:
             with contextlib.suppress(_LastLayer):
                 self.decoder(**inputs, use_cache=False)
@@ -274,7 +281,7 @@ class Target:
             inputs["position_ids"] = one.position_ids
         token = boundaries.set(Boundaries(one.cu_seqlens, self.device))
         try:
-            self._run({one.deepest: []}, lambda plane, out: None, **inputs)
+            self._run({one.deepest: []}, lambda plane, out: None, one.given, **inputs)
         finally:
             boundaries.reset(token)
 
@@ -288,16 +295,16 @@ class Target:
         quantising: Callable[["Target"], object] | None = None,
         faster: Faster | None = None,
     ) -> None:
-        """Chooses packed, padded or alone: the first way that gives the states of rows run alone, and logs which.
+        """Chooses packed, padded or alone, and logs which: the first way that gives what rows run alone give.
 
-        The reference is the model's own attention on one row at a time. Packing must also leave later rows unmoved
-        when the first row's tokens change. Packed rows then run the `faster` way if that passes the same check.
+        The reference is the model's own attention on one row at a time, and in it what each layer adds to its input.
+        Packing must also leave later rows unmoved when the first row changes. Packed rows then run the `faster` way if
+        that passes the same check.
 
         quantising: rounds the layers' arithmetic, once the way is chosen, as some checkpoints do by themselves. Then no
         two kernels give the same states any more: what differs by one rounding in bfloat16 is now and then rounded to
-        another of fp8's few values, and after some layers the states are about as far from each other as each is from
-        the reference. So the reference is not quantised, and `faster` may be about QUANTISED times as far from it as
-        plain layers are.
+        another of fp8's few values. So the reference is not quantised, and `faster` may be about QUANTISED times as far
+        from it as plain layers are.
         """
         with unrounded(self.layers) as rounding:
             reference = self._choose(pack)
@@ -308,12 +315,10 @@ class Target:
         if faster is not None:
             self._speed_up(faster, reference)
 
-    def _choose(self, pack: bool) -> "_Reference":
+    def _choose(self, pack: bool) -> Reference:
         started = time.monotonic()
-        rows = self._check_rows()
         self._use("alone")
-        wanted = self._states(rows)
-        reference = _Reference(rows, wanted, [TOLERANCE.get(self.dtype, 1e-3)] * len(wanted))
+        reference = take_alone(self, self._check_rows())
         for mode in ("packed", "padded") if pack else ("padded",):
             try:
                 self._use(mode)
@@ -329,21 +334,20 @@ class Target:
         log.info("self-check: rows run %s (%.1f s)", self.mode, time.monotonic() - started)
         return reference
 
-    def _quantised(self, reference: "_Reference") -> "_Reference":
+    def _quantised(self, reference: Reference) -> Reference:
         """The reference with what may differ from it, by layer, now that the layers are quantised."""
-        errors = reference.errors(self._states(reference.rows))
-        told = ", ".join(f"{error:.2g} after layer {n}" for n, error in zip(self._checked, errors, strict=True))
-        log.info("quantised, the states are off by %s", told)
-        limits = [QUANTISED * error + BESIDES * limit for error, limit in zip(errors, reference.limits, strict=True)]
+        errors = reference.errors(run_layers(self, reference.rows, reference.given), reference.outputs)
+        log.info("quantised, what a layer adds is off by %.2g to %.2g", min(errors.values()), max(errors.values()))
+        limits = {layer: QUANTISED * error + BESIDES * reference.limits[layer] for layer, error in errors.items()}
         return reference._replace(limits=limits)
 
-    def _speed_up(self, faster: Faster, reference: "_Reference") -> None:
+    def _speed_up(self, faster: Faster, reference: Reference) -> None:
         if self.mode != "packed":
             log.warning("the target is not compiled, as its rows run %s", self.mode)
             return
         try:
             faster.install(self)
-            fault = self._states_fault(reference)
+            fault = states_fault(self, reference)
         except ConfigError:
             raise
         except Exception as error:  # a compiler may raise anything, and the plain way is right without it
@@ -365,7 +369,7 @@ class Target:
 
     def _check_rows(self) -> list[Tensor]:
         lengths = list(CHECK_LENGTHS)
-        window = getattr(self._text, "sliding_window", None) or 0
+        window = getattr(self.text_config, "sliding_window", None) or 0
         if 0 < window <= CHECK_WINDOW.get(self.device.type, 512):
             lengths.append(window + 33)
         if self._delta_nets:
@@ -374,32 +378,13 @@ class Target:
         return [torch.randint(self.info.vocab_size, (length,), generator=generator) for length in lengths]
 
     @property
-    def _text(self) -> Any:
+    def text_config(self) -> Any:
         return self.decoder.config.get_text_config(decoder=True)
 
-    @property
-    def _checked(self) -> list[int]:
-        """Layers whose outputs are compared: the first of each kind, where errors have not yet added up, and the last
-        that was loaded."""
-        kinds = list(getattr(self._text, "layer_types", None) or [""])[: len(self.layers)]
-        return sorted({*map(kinds.index, kinds), len(self.layers) - 1})
-
-    def _states(self, rows: list[Tensor]) -> list[list[Tensor]]:
-        """Outputs [t, H] of the checked layers for each row, by layer and row, in the current mode."""
-        offsets = [0, *accumulate(map(len, rows))]
-        layers = self._checked
-        whole = torch.empty(len(layers), offsets[-1], self.info.hidden_size, dtype=self.dtype, device=self.device)
-
-        def keep(plane: int, states: Tensor, first: int) -> None:
-            whole[plane, first : first + len(states)] = states
-
-        self.forward_states(torch.cat(rows), offsets, layers, keep)
-        return [[plane[start:end] for start, end in pairwise(offsets)] for plane in whole]
-
-    def _fault(self, reference: "_Reference") -> str | None:
+    def _fault(self, reference: Reference) -> str | None:
         """Why the current mode is wrong for this model; None if it is right."""
         if self.mode == "packed":
-            kinds = set(getattr(self._text, "layer_types", None) or ()) - _ATTENTION
+            kinds = set(getattr(self.text_config, "layer_types", None) or ()) - _ATTENTION
             if self._delta_nets and kinds == {"linear_attention"}:
                 if (fault := delta_net.fault(self._delta_nets[0], self.device, self.dtype)) is not None:
                     return fault
@@ -407,30 +392,15 @@ class Target:
                 return f"it has layers of type {', '.join(sorted(kinds))}"
             if (fault := self._window_fault(reference.rows)) is not None:
                 return fault
-        return self._states_fault(reference)
-
-    def _states_fault(self, reference: "_Reference") -> str | None:
-        """What is wrong with the states; None if they are right."""
-        rows = reference.rows
-        states = self._states(rows)
-        for layer, error, limit in zip(self._checked, reference.errors(states), reference.limits, strict=True):
-            if not error <= limit:
-                return f"states differ from a row's alone by {error:.2g} after layer {layer} (at most {limit:.2g})"
-        others = self._states([(rows[0] + 1) % self.info.vocab_size, *rows[1:]])
-        limit = TOLERANCE.get(self.dtype, 1e-3)  # also where quantised: a token is rounded by itself
-        moved = max(
-            _error(a, b) for was, now in zip(states, others, strict=True) for a, b in zip(now[1:], was[1:], strict=True)
-        )
-        if not moved <= limit:
-            return f"the first row's tokens move later rows by {moved:.2g} (at most {limit:g})"
-        return None
+        return states_fault(self, reference)
 
     def _window_fault(self, rows: list[Tensor]) -> str | None:
         """A window wider than the check's rows cannot be seen in the states, so what layers ask for is compared."""
         tokens = torch.cat(rows[:1]).to(self.device)
         bounds = Boundaries([0, len(tokens)], self.device)
         self._packed(tokens, bounds, {len(self.layers) - 1: [0]}, lambda plane, out: None)
-        kinds, window = getattr(self._text, "layer_types", None), getattr(self._text, "sliding_window", None)
+        config = self.text_config
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         wanted = {window}
         if kinds:
             attentions = [kind for kind in kinds[: len(self.layers)] if kind in _ATTENTION]
@@ -458,11 +428,12 @@ def _groups(cu_seqlens: Sequence[int], mode: Mode) -> list[list[int]]:
     return groups
 
 
-def _error(states: Tensor, reference: Tensor) -> float:
-    """Relative error of states [t, H]: the largest of the means over the first 4, last 8 and all tokens.
+def _giving(states: Tensor) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+    """A hook before a layer: it takes these states for its input."""
 
-    A leak from the row before shows at the start (a convolution) or everywhere, a wrong sliding window at the end.
-    """
-    states, reference = states.float(), reference.float()
-    each = (states - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-12)
-    return max(float(part.mean()) for part in (each[:4], each[-8:], each))
+    def give(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if args:
+            return (states.to(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": states.to(kwargs["hidden_states"])}
+
+    return give

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..common.errors import ConfigError
 from ..common.loading import compute_dtype, load_causal_lm, stop_tokens
-from ..common.target import TOLERANCE
+from ..common.reference import TOLERANCE
 from ..common.target_info import TargetInfo, target_info
 from .chat import ChatEncoder
 from .forms import Encoded, Refused, read_open

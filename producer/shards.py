@@ -116,31 +116,42 @@ def join(folder: Path, rank: int, devices: list[str]) -> None:
 
 
 def send(one: Pass) -> None:
-    shape = [*one.input_ids.shape, one.deepest, _MODES.index(one.mode), len(one.cu_seqlens)]
+    hidden = next((states.shape[-1] for states in one.given.values()), 0)
+    given = [len(one.given), hidden]
+    shape = [*one.input_ids.shape, one.deepest, _MODES.index(one.mode), len(one.cu_seqlens), *given]
     dist.broadcast(torch.tensor(shape), 0)
     dist.broadcast(_flat(one), 0)
+    for states in one.given.values():
+        dist.broadcast(states.float().cpu().contiguous(), 0)
 
 
 def receive(device: torch.device) -> Pass:
-    shape = torch.zeros(5, dtype=torch.long)
+    shape = torch.zeros(7, dtype=torch.long)
     dist.broadcast(shape, 0)
-    rows, length, deepest, mode, bounds = shape.tolist()
-    flat = torch.zeros(2 * rows * length + bounds, dtype=torch.long)
+    rows, length, deepest, mode, bounds, given, hidden = shape.tolist()
+    flat = torch.zeros(2 * rows * length + bounds + given, dtype=torch.long)
     dist.broadcast(flat, 0)
-    ids, positions, offsets = flat.split([rows * length, rows * length, bounds])
+    ids, positions, offsets, layers = flat.split([rows * length, rows * length, bounds, given])
     packed = _MODES[mode] == "packed"
+    states = {}
+    for layer in layers.tolist():
+        values = torch.zeros(rows, length, hidden)
+        dist.broadcast(values, 0)
+        states[layer] = values.to(device)
     return Pass(
         _MODES[mode],
         deepest,
         ids.view(rows, length).to(device),
         positions.view(rows, length).to(device) if packed else None,
         offsets.tolist(),
+        states,
     )
 
 
 def _flat(one: Pass) -> Tensor:
     positions = torch.zeros_like(one.input_ids) if one.position_ids is None else one.position_ids
     parts = [one.input_ids.reshape(-1).cpu(), positions.reshape(-1).cpu(), torch.tensor(one.cu_seqlens)]
+    parts.append(torch.tensor(list(one.given)))
     return torch.cat([part.long() for part in parts])
 
 

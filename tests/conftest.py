@@ -1,5 +1,7 @@
 """Small tokenizers, targets and conversations that tests build in seconds: no download, nothing outside tmp."""
 
+import importlib.util
+import inspect
 import json
 import os
 import random
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from forking import Forks
 
 PROJECT = Path(__file__).parents[1]
+HAS_FLA = importlib.util.find_spec("fla") is not None
 
 # The models of the tests are tiny: a second thread costs them more than it gives, most of all beside other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -212,21 +215,16 @@ def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Pa
     return make
 
 
-@pytest.fixture
-def plain_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """plain_transformers() makes transformers' hybrids run plain torch from here on. Where flash-linear-attention is
-    installed they would call its kernels, on a CPU too, where those do not run."""
+@pytest.fixture(autouse=HAS_FLA)
+def plain_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' hybrids run plain torch. Where flash-linear-attention is installed they would call its kernels, and
+    do so on a CPU too if there is a GPU beside it."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+    from transformers.models.qwen3_next import modeling_qwen3_next
 
-    def make() -> None:
-        from transformers.models.qwen3_5 import modeling_qwen3_5
-        from transformers.models.qwen3_next import modeling_qwen3_next
-
-        for module in (modeling_qwen3_5, modeling_qwen3_next):
-            for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
-                function = getattr(module, name)
-                monkeypatch.setattr(module, name, getattr(function, "__wrapped__", function))
-
-    return make
+    for module in (modeling_qwen3_5, modeling_qwen3_next):
+        for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+            monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def wrong(graph, inputs):
 
 @pytest.mark.parametrize(
     ("backend", "reason"),
-    [(broken, "it does not compile: no compiler here"), (wrong, "states differ from a row's alone by")],
+    [(broken, "it does not compile: no compiler here"), (wrong, "adds differs from a row's alone by")],
 )
 def test_what_fails_or_is_wrong_is_said_in_one_line_and_runs_plain(tiny_target_dir, caplog, backend, reason):
     target = load(tiny_target_dir)

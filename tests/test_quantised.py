@@ -164,12 +164,21 @@ def test_compiled_layers_may_round_activations_to_other_values(
         monkeypatch.setenv(variable, str(tmp_path))
     torch._dynamo.reset()
 
+    def is_states(x):
+        return isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[2] == 64
+
     def backend(graph, inputs):
+        assert sum(map(is_states, inputs)) == 1
+
+        def rounded(x, draw):
+            return x * (1 + 2**-9 * (2 * torch.rand(x.shape, generator=draw) - 1))
+
         def run(*args):
             if wrong:
                 return [0.8 * out for out in graph.forward(*args)]
             draw = torch.Generator().manual_seed(1)
-            return [out * (1 + 2**-7 * (2 * torch.rand(out.shape, generator=draw) - 1)) for out in graph.forward(*args)]
+            other = (rounded(x, draw) if is_states(x) else x for x in args)
+            return [rounded(out, draw) for out in graph.forward(*other)]
 
         return run
 

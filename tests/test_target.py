@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import HAS_FLA
 from paceline.common.boundaries import Boundaries, boundaries
 from paceline.common.errors import ConfigError
 from paceline.common.gguf import converted
 from paceline.common.loading import FrozenHead, compute_dtype, find_parts, load_causal_lm
 from paceline.common.record import RecordMeta, read_meta, record_bytes, write_meta
+from paceline.common.reference import states_fault, take_alone
 from paceline.common.runfile import RunFile
 from paceline.common.target import Target
 from paceline.common.target_info import default_layer_ids, resolve_layer_ids, target_info
@@ -101,9 +103,12 @@ def test_packed_rows_do_not_see_each_other(make_tiny_target, kind):
     assert not torch.allclose(before[:, : cu_seqlens[1]], after[:, : cu_seqlens[1]])
 
 
-def test_a_leak_that_only_the_states_show_is_found(tiny_target_dir):
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_a_leak_that_only_the_states_show_is_found_in_any_layer(make_tiny_target, layer, kind, caplog):
     """A recurrent mixer that no config mentions: its state runs on from row to row."""
-    target = Target.load(str(tiny_target_dir), dtype="float32")
+    caplog.set_level("INFO", "paceline")
+    target = Target.load(str(make_tiny_target(kind)), dtype="float32")
 
     class Leaky(nn.Module):
         def __init__(self, inner):
@@ -113,11 +118,50 @@ def test_a_leak_that_only_the_states_show_is_found(tiny_target_dir):
         def forward(self, hidden_states, **kwargs):
             output, weights = self.inner(hidden_states=hidden_states, **kwargs)
             before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]  # a convolution over two tokens
-            return output + 0.5 * before, weights
+            return output + 0.5 * before + 0.5 * nn.functional.pad(before, (0, 0, 1, 0))[:, :-1], weights
 
-    target.layers[1].self_attn = Leaky(target.layers[1].self_attn)
+    target.layers[layer].self_attn = Leaky(target.layers[layer].self_attn)
     target.self_check()
-    assert target.mode == "padded"
+    assert target.mode == "padded" and f"what layer {layer} adds differs from a row's alone by 0." in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_states_that_are_no_numbers_are_no_small_error(make_tiny_target, kind, caplog):
+    """A mixture's tokens with the largest errors are left out, but not those."""
+    caplog.set_level("INFO", "paceline")
+    target = Target.load(str(make_tiny_target(kind)), dtype="float32")
+
+    def spoil(module, args, output):
+        if target.mode == "packed":
+            output[0][:, 3] = torch.nan
+
+    target.layers[2].self_attn.register_forward_hook(spoil)
+    target.self_check()
+    assert target.mode == "padded" and "what layer 2 adds differs from a row's alone by nan" in caplog.text
+
+
+def test_the_first_row_may_not_move_later_ones_by_less_than_the_layers_own_error(tiny_target_dir, caplog):
+    """Where a layer is quantised much may differ from the reference, but nothing may come from another row."""
+    caplog.set_level("INFO", "paceline")
+    target = Target.load(str(tiny_target_dir), dtype="float32")
+    target.self_check()
+    reference = reference_of(target)
+    loose = reference._replace(limits=dict.fromkeys(reference.limits, 0.5))
+    assert states_fault(target, loose) is None
+
+    def leak(module, args, output):
+        output += 0.3 * output.mean(1, keepdim=True)
+
+    target.layers[2].mlp.register_forward_hook(leak)
+    assert "the first row moves what layer 2 adds to later rows by 0.0" in str(states_fault(target, loose))
+
+
+def reference_of(target):
+    target._use("alone")
+    with torch.inference_mode():
+        reference = take_alone(target, target._check_rows())
+    target._use("packed")
+    return reference
 
 
 def test_layers_beyond_the_deepest_are_dropped_and_never_run(tiny_target_dir):
@@ -433,14 +477,14 @@ def test_the_source_tells_of_non_finite_states(copied):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", [*PACKABLE, *LEAKING])
-def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kind, plain_transformers):
+def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kind):
     """The varlen kernel, its sliding windows and the copy stream, against a float32 forward on the CPU."""
     folder = make_tiny_target(kind)
     lengths = [9, 400, 23, 38, 700, 8]
     tokens, cu_seqlens = batch(lengths=lengths)
     run = run_file(folder, layer_ids=LAYER_IDS, last_hidden=True, dtype="bfloat16")
     source = TargetSource.load(run, target_info(str(folder)), LAYER_IDS, "cuda:0")
-    packable = kind in PACKABLE or (kind == "qwen3_5" and importlib.util.find_spec("fla") is not None)
+    packable = kind in PACKABLE or (kind == "qwen3_5" and HAS_FLA)
     assert source.mode == ("packed" if packable else "padded")
     planes, size = 4, 4 * len(tokens) * 64 * 2
     mapping = mmap.mmap(-1, size)
@@ -452,7 +496,6 @@ def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kin
     assert sorted(landed)[0][0] == 0 and sum(stop - start for start, stop in landed) == size
     recorded = torch.frombuffer(mapping, dtype=torch.bfloat16).view(planes, len(tokens), 64).float().clone()
     source.close()
-    plain_transformers()
     wanted = reference_states(folder, tokens, cu_seqlens, [*LAYER_IDS, 3])
     # A padding token opens a row with a state of zero where its embedding is zero: no relative error there.
     error = (recorded - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-3)
