@@ -27,7 +27,7 @@ from .measuring import Said, run_side
 from .runfile import load, toml_value
 
 LARGE, SMALL = "qwen3-8b", "smollm2-135m"  # shapes measured unless another is asked for, on a GPU and without
-PADDED, PLAIN = "padded-512", "padded-plain"
+PADDED, PLAIN, EAGER = "padded-512", "padded-plain", "padded-eager"
 RESIDENT = "-resident"  # after "full" or "chat"
 PADDED_LENGTH = 512
 GIB = 2**30
@@ -68,7 +68,8 @@ class Measured:
 class StepOptions(Measured):
     """full: `rows` rows of `length` tokens, one a micro-batch, with `anchors` blocks each. chat: as many tokens in rows
     of a chat's lengths (512 at most), packed; padded-512: those rows, each computed as 512 positions; padded-plain:
-    those rows and their blocks as plain PyTorch computes them padded. full-resident, chat-resident: with the states on
+    those rows and their blocks as plain PyTorch computes them padded, and padded-eager so with nothing compiled but the
+    attention. full-resident, chat-resident: with the states on
     the device from the start."""
 
     kinds: tuple[str, ...] = ("full",)
@@ -192,7 +193,7 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
 def step_figures(measured: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rates of each arm: medians over the repetitions of what one did by the time it took."""
     arms = {name: _step_arm(arm, float(ceilings["matmul_tflops"])) for name, arm in measured.items()}
-    for padded, ratio in ((PADDED, "packed_to_padded"), (PLAIN, "packed_to_plain")):
+    for padded, ratio in ((PADDED, "packed_to_padded"), (PLAIN, "packed_to_plain"), (EAGER, "packed_to_eager")):
         if "chat" in arms and padded in arms:
             rate, other = (arms[name]["supervised_blocks_per_s"] for name in ("chat", padded))
             arms["chat"][ratio] = rate / other
@@ -242,6 +243,7 @@ _STEP_ROWS = (
     ("supervised blocks/s", "supervised_blocks_per_s", "{:,.0f}"),
     ("  of padded-512", "packed_to_padded", "{:.2f}"),
     ("  of padded-plain", "packed_to_plain", "{:.2f}"),
+    ("  of padded-eager", "packed_to_eager", "{:.2f}"),
     *_SHARED_ROWS,
     ("  fwd + bwd, no moments", "computing_gib", "{:.2f}"),
 )

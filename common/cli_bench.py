@@ -127,7 +127,7 @@ def bench_pipeline(
         run(out, target, topologies or ("1-1",), Options(**options), **shared)
 
 
-_KINDS = ("full", "chat", "padded-512", "padded-plain", "full-resident", "chat-resident")
+_KINDS = ("full", "chat", "padded-512", "padded-plain", "padded-eager", "full-resident", "chat-resident")
 
 
 def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +162,8 @@ def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
     multiple=True,
     type=click.Choice(_KINDS),
     help="full: rows of --length. chat: rows of a chat's lengths, packed. padded-512: those, each computed as 512 "
-    "positions. padded-plain: so by plain PyTorch. -resident: states on the device from the start. Repeatable.  "
+    "positions. padded-plain: so by plain PyTorch. padded-eager: that with nothing compiled but the attention. "
+    "-resident: states on the device from the start. Repeatable.  "
     "[default: full]",
 )
 @click.option("--rows", type=click.IntRange(min=1), help="Full rows in a step.  [default: 4, on a CPU 1]")

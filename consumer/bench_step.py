@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..common.bench_parts import PADDED, PADDED_LENGTH, PLAIN, RESIDENT, StepOptions, chat_lengths, prompt_tokens
+from ..common.bench_parts import EAGER, PADDED, PADDED_LENGTH, PLAIN, RESIDENT, StepOptions, chat_lengths, prompt_tokens
 from ..common.errors import PacelineError
 from ..common.flops import step_flops
 from ..common.footprint import Shape
@@ -38,7 +38,7 @@ from .bench import Ahead, forget_states, random_states
 from .blocks import pack_blocks
 from .ceilings import wait
 from .learner import DFlashLearner, build_learner
-from .padded import PaddedLearner
+from .padded import EagerPaddedLearner, PaddedLearner
 from .rehearsal import check_compiled
 from .transfer import Reading, StateReader
 
@@ -46,6 +46,7 @@ EPOCHS = 4  # anchors are drawn anew in each of so many, then repeat
 WARM = {"cpu": 1, "cuda": EPOCHS + 2}  # repetitions that compile
 PROFILED = 3  # repetitions in a profile
 LR = 1e-6  # random states teach nothing
+_PADDED = {PLAIN: PaddedLearner, EAGER: EagerPaddedLearner}
 
 
 class ResidentReader(StateReader):
@@ -110,7 +111,7 @@ def _clean_up() -> None:
 
 
 def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
-    """The rows of "full", "chat", "padded-512" or "padded-plain"; of the first two also with RESIDENT after it."""
+    """The rows of a kind (`StepOptions`)."""
     if kind.endswith(RESIDENT):
         return make_arm(run_path, kind.removesuffix(RESIDENT), options)._replace(reader=ResidentReader)
     if kind == "full":
@@ -125,8 +126,8 @@ def make_arm(run_path: str, kind: str, options: StepOptions) -> Arm:
         return Arm(settings, [options.length] * rows, [(0, whole)] * rows, options.length * rows)
     lengths = chat_lengths(options.rows * options.length, PADDED_LENGTH)
     packed = Arm((), lengths, [(prompt_tokens(length), length) for length in lengths], sum(lengths))
-    if kind == PLAIN:
-        return packed._replace(learner=PaddedLearner)
+    if kind in _PADDED:
+        return packed._replace(learner=_PADDED[kind])
     if kind != PADDED:
         return packed
     run = load(run_path, options.settings)

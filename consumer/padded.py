@@ -2,8 +2,10 @@
 padded-plain`).
 
 Each row takes `LENGTH` context positions and as many blocks as the row with most has, all of `block_size` slots. All of
-these slots go through the layers and through the head; what does not exist has no weight in the loss. On CUDA the step
-is one torch.compile graph with flex_attention over a block mask; elsewhere it is eager, with SDPA and a dense mask.
+these slots go through the layers and through the head; what does not exist has no weight in the loss. On CUDA a layer,
+with flex_attention over a block mask, is one torch.compile graph, which all layers share, and so are the features'
+projection and the loss; or the attention alone is, as in SpecForge's DFlash training (`padded-eager`). Elsewhere all is
+eager, with SDPA and a dense mask.
 Weights, rows, anchors, loss and gradients are those of the packed learner; the layers are written out once more, on
 batches [R, ...], with nothing of its kernels.
 
@@ -11,6 +13,7 @@ Shapes: R rows, C context positions, N blocks a row, B slots a block, S = N·B, 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -129,7 +132,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return cast(Tensor, flex_attention(q, k, v, block_mask=mask, enable_gqa=True))
 
 
-def layer_forward(layer: DraftLayer, x: Tensor, context: Tensor, ropes: tuple[Rope, Rope], mask: Mask) -> Tensor:
+def layer_forward(
+    layer: DraftLayer,
+    x: Tensor,
+    context: Tensor,
+    ropes: tuple[Rope, Rope],
+    mask: Mask,
+    attend: Callable[..., Tensor] = attend,
+) -> Tensor:
     """A draft layer on slots x [R, S, H]; ropes: of the slots, and of [context; slots]."""
     attention, mlp = layer.self_attn, layer.mlp
 
@@ -154,8 +164,16 @@ def project(drafter: Drafter, features: Tensor) -> Tensor:
 
 def head_loss(drafter: Drafter, head: Tensor, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """Σ w·CE over all slots x [R, S, H]. head [V, H], labels and weights [R, S]."""
-    logits = F.linear(drafter.norm(x), head).flatten(0, 1)
-    return (F.cross_entropy(logits.float(), labels.flatten(), reduction="none") * weights.flatten()).sum()
+    return _weighted(F.linear(drafter.norm(x), head).flatten(0, 1).float(), labels, weights)
+
+
+def rounded_head_loss(drafter: Drafter, head: Tensor, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """`head_loss` on logits of the drafter's dtype: uncompiled, a float32 copy of them would be made."""
+    return _weighted(F.linear(drafter.norm(x), head).flatten(0, 1), labels, weights)
+
+
+def _weighted(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (F.cross_entropy(logits, labels.flatten(), reduction="none") * weights.flatten()).sum()
 
 
 class Parts(NamedTuple):
@@ -243,3 +261,11 @@ class PaddedLearner(DFlashLearner):
         tables = to_device([column.reshape(-1) for column in host[:-1]], self.device)
         tables += to_device([host.weights.reshape(-1)], self.device)
         return Tables(*(table.view(column.shape) for table, column in zip(tables, host, strict=True)))
+
+
+class EagerPaddedLearner(PaddedLearner):
+    """Nothing is compiled but the attention."""
+
+    def compile_step(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        compiled = torch.compile(attend, backend=backend, dynamic=False)
+        self._parts = Parts(layer=partial(layer_forward, attend=compiled), loss=rounded_head_loss)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from paceline.common import bench_parts, paths
 from paceline.common.bench_parts import (
+    EAGER,
     PADDED,
     PLAIN,
     StepOptions,
@@ -73,8 +74,9 @@ def test_packed_to_padded_compares_blocks_of_use():
     arms = {"chat": _arm(context_tokens=100), PADDED: _arm(context_tokens=100, step_s=[6.0, 6.0, 6.0])}
     assert step_figures(arms, {"matmul_tflops": 8.0})["chat"]["packed_to_padded"] == pytest.approx(3)
     arms[PLAIN] = _arm(context_tokens=100, step_s=[8.0, 16.0, 8.0])
+    arms[EAGER] = _arm(context_tokens=100, step_s=[12.0, 12.0, 12.0])
     chat = step_figures(arms, {"matmul_tflops": 8.0})["chat"]
-    assert chat["packed_to_padded"] == pytest.approx(3) and chat["packed_to_plain"] == pytest.approx(4)
+    assert [chat[f"packed_to_{other}"] for other in ("padded", "plain", "eager")] == pytest.approx([3, 4, 6])
 
 
 def test_states_on_the_way_are_compared_with_states_on_the_device():
@@ -134,7 +136,7 @@ def test_arms_of_a_step(tmp_path, make_tiny_target):
     info = target_info(options.target)
     found = {}
     done = {}
-    for kind in ("full", "chat", PADDED, PLAIN):
+    for kind in ("full", "chat", PADDED, PLAIN, EAGER):
         arm = make_arm(path, kind, options)
         run = load(path, arm.settings)
         layers = resolve_layer_ids(run, info)
@@ -148,8 +150,12 @@ def test_arms_of_a_step(tmp_path, make_tiny_target):
     (packed, packed_done), (padded, padded_done) = found["chat"], found[PADDED]
     assert padded.lengths == [512] * len(packed.lengths) and padded.context == sum(packed.lengths) <= 1152
     assert padded.blocks == packed_done["blocks"]
-    plain, plain_done = found[PLAIN]
-    assert plain.lengths == packed.lengths and plain_done == packed_done and plain.learner is not packed.learner
+    learners = {packed.learner}
+    for kind in (PLAIN, EAGER):
+        plain, plain_done = found[kind]
+        assert plain.lengths == packed.lengths and plain_done == packed_done
+        learners.add(plain.learner)
+    assert len(learners) == 3
     assert padded_done["blocks"] >= padded.blocks and padded_done["flops"] > packed_done["flops"]
 
 
@@ -254,11 +260,12 @@ def test_a_step_on_a_cpu(make_tiny_target, capsys):
     assert (full["rows"], full["positions"], full["repetitions"]) == (2, 2 * 5 * 4, 3)
     assert full["positions_per_s"] == pytest.approx(4 * full["supervised_blocks_per_s"])
     assert full["of_matmul"] == pytest.approx(full["tflops"] / report["ceilings"]["matmul_tflops"])
-    chat, plain = report["arms"]["chat"], report["arms"][PLAIN]
+    chat = report["arms"]["chat"]
     assert list(report["arms"]) == list(_KINDS)
     assert full["of_resident"] > 0.1 and report["arms"]["full-resident"]["positions"] == full["positions"]
     assert chat["packed_to_padded"] > 0 and chat["packed_to_plain"] > 0 and report["ceilings"]["torch"]
-    assert plain["positions"] == chat["positions"], "what is of use is the same"
+    for kind in (PLAIN, EAGER):
+        assert report["arms"][kind]["positions"] == chat["positions"], "what is of use is the same"
 
 
 @pytest.mark.slow

@@ -8,7 +8,15 @@ import torch
 from drafting import CONFIG, SLIDING, make_drafter, make_head, make_rows, make_run
 from paceline.common.errors import ConfigError
 from paceline.consumer.learner import DFlashLearner
-from paceline.consumer.padded import LENGTH, PaddedLearner, attend, dense_mask, flex_mask, pad_blocks
+from paceline.consumer.padded import (
+    LENGTH,
+    EagerPaddedLearner,
+    PaddedLearner,
+    attend,
+    dense_mask,
+    flex_mask,
+    pad_blocks,
+)
 
 LENGTHS = 9, 40, 4, 17, 30
 
@@ -123,13 +131,33 @@ def test_all_layers_and_steps_share_what_is_compiled():
     torch.testing.assert_close(compiled.weights.gradients, plain.weights.gradients)
 
 
+def test_nothing_but_the_attention_is_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    plain, eager = learner_of(PaddedLearner), learner_of(EagerPaddedLearner)
+    torch.compiler.reset()
+    eager.compile_step(backend)
+    rows = make_rows(9, 40, 30, 17, prompt=1)
+    for learner in (eager, plain):
+        learner.train_record(rows.meta([3, 1, 4, 6]), rows.memory(), 0)
+    (graph,) = graphs
+    called = [node.name for node in graph.graph.nodes if node.op == "call_function"]
+    assert called == ["scaled_dot_product_attention"]
+    torch.testing.assert_close(eager.weights.gradients, plain.weights.gradients)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", [PaddedLearner, EagerPaddedLearner])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_step_on_a_gpu(dtype):
+def test_the_compiled_step_on_a_gpu(dtype, kind):
     """flex_attention and torch.compile give the packed step's loss and gradients on the CPU."""
     rows = rows_of()
     sums, gradient = trained(learner_of(DFlashLearner), rows)
-    others, other = trained(learner_of(PaddedLearner, device="cuda", dtype=dtype), rows)
+    others, other = trained(learner_of(kind, device="cuda", dtype=dtype), rows)
     limit = 0.02 if dtype == torch.float32 else 0.1  # TF32 and bfloat16 products
     np.testing.assert_allclose(others[:2], sums[:2], rtol=limit)
     assert float((other.cpu() - gradient).norm() / gradient.norm()) < limit
