@@ -13,8 +13,8 @@ writes to no ring: states go to the caller's `sink`.
 
 Packed rows may also run through compiled layers (`Faster`), after the same check.
 
-A mask or a cache would turn off transformers' own packing in silence, and models with attention sinks or
-other recurrent layers leak from row to row. So a way is used only after it reproduced what layers make of rows that run
+A mask or a cache would turn off transformers' own packing in silence, and models with other recurrent layers leak
+from row to row. So a way is used only after it reproduced what layers make of rows that run
 alone by the model's own attention. No way builds a mask of T x T over a batch.
 """
 

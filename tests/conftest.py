@@ -142,7 +142,7 @@ def tiny_config(kind: str):
         "eos_token_id": 2,
         "pad_token_id": 0,
         "initializer_range": 0.08,  # large enough that tokens and positions tell in the states
-        "tie_word_embeddings": kind == "gemma3",
+        "tie_word_embeddings": kind in ("gemma2", "gemma3"),
     }
     if kind == "llama":
         return transformers.LlamaConfig(**common)
@@ -160,6 +160,8 @@ def tiny_config(kind: str):
             sliding_window=16,
             layer_types=["sliding_attention", "full_attention"] * 2,
         )
+    if kind == "gemma2":
+        return transformers.Gemma2Config(**common, head_dim=16, query_pre_attn_scalar=16, sliding_window=16)
     if kind == "gpt_oss":
         return transformers.GptOssConfig(
             **common,
@@ -196,7 +198,7 @@ def tiny_config(kind: str):
 @pytest.fixture(scope="session")
 def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Path]:
     """make_tiny_target(kind) -> folder of a random float32 target with its tokenizer; kind is llama, qwen3,
-    mistral, qwen3_moe, gemma3, gpt_oss, qwen3_5 or qwen3_next. Made once a session."""
+    mistral, qwen3_moe, gemma2, gemma3, gpt_oss, qwen3_5 or qwen3_next. Made once a session."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:

@@ -242,7 +242,7 @@ def test_a_target_is_loaded_once_for_all_arms(tmp_path, make_tiny_target, monkey
 def test_a_target_that_was_not_compiled_is_told_of(make_tiny_target, capsys, tmp_path):
     command = "bench target --device cpu --steps 1 --rows-kind full --length 64 --budget 64 --layers 1"
     settings = [f"stream.ring_dir={tmp_path / 'rings'}", "target.compile=true"]
-    target = str(make_tiny_target("gpt_oss"))
+    target = str(make_tiny_target("gemma2"))
     sets = [option for setting in settings for option in ("--set", setting)]
     assert main([*command.split(), "--target-config", target, *sets]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -55,8 +55,8 @@ def load(folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "graphs"), [("llama", 1), ("qwen3", 1), ("gemma3", 2)]
-)  # gemma3 has layers that slide
+    ("kind", "graphs"), [("llama", 1), ("qwen3", 1), ("gemma3", 2), ("qwen3_moe", 1), ("gpt_oss", 2)]
+)  # gemma3 and gpt_oss have layers that slide
 def test_layers_share_a_graph_that_gives_the_plain_states(make_tiny_target, kind, graphs):
     target, backend = load(make_tiny_target(kind)), Backend()
     target.self_check()
@@ -143,7 +143,7 @@ def test_graphs_for_each_size_or_for_each_layer_are_of_no_use(tiny_target_dir, c
 
 
 def test_rows_that_do_not_run_packed_are_not_compiled(make_tiny_target):
-    target, backend = load(make_tiny_target("gpt_oss")), Backend()
+    target, backend = load(make_tiny_target("gemma2")), Backend()
     layers = CompiledLayers(0, 64, backend)
     target.self_check(faster=layers)
     assert target.mode == "padded" and not layers.installed and not backend.graphs

@@ -184,12 +184,13 @@ def test_compiled_fp8_layers_have_to_be_as_near_to_the_unquantised_as_plain_ones
     assert len(warnings) == (fault is not None) and (fault or "") in "".join(warnings)
 
 
-def test_rows_are_packed_by_what_they_give_before_they_are_quantised(make_tiny_target):
-    """gpt-oss cannot be packed; that fp8 moves its states by more than the check allows does not change how it runs."""
-    target = Target.load(str(make_tiny_target("gpt_oss")), dtype="float32")
+@pytest.mark.parametrize(("kind", "mode", "linears"), [("gpt_oss", "packed", 16), ("gemma2", "padded", 28)])
+def test_rows_are_packed_by_what_they_give_before_they_are_quantised(make_tiny_target, kind, mode, linears):
+    """That fp8 moves what layers add by more than the check allows does not change how rows run."""
+    target = Target.load(str(make_tiny_target(kind)), dtype="float32")
     seen = []
     target.self_check(quantising=lambda target: seen.append((target.mode, use_fp8(target))))
-    assert seen == [("padded", 16)] and target.mode == "padded"
+    assert seen == [(mode, linears)] and target.mode == mode
 
 
 def test_quantising_is_in_the_graph_that_norms_and_activations_are_in(make_tiny_target, compiler):

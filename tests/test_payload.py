@@ -248,9 +248,9 @@ def record(folder: Path, payload: str, last_hidden: bool) -> tuple[memoryview, R
     return out, meta
 
 
-@pytest.mark.parametrize(("kind", "last_hidden"), [("qwen3", False), ("gpt_oss", True)])
+@pytest.mark.parametrize(("kind", "last_hidden"), [("qwen3", False), ("gemma2", True)])
 def test_a_worker_writes_the_states_rounded(make_tiny_target, kind, last_hidden):
-    """Packed rows at once (qwen3), or row by row (gpt_oss)."""
+    """Packed rows at once (qwen3), or row by row (gemma2)."""
     full, meta = record(make_tiny_target(kind), "full", last_hidden)
     eight, meta8 = record(make_tiny_target(kind), "fp8", last_hidden)
     states = view_states(full, meta.states_shape, torch.float32)

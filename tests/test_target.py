@@ -21,14 +21,14 @@ from paceline.common.reference import states_fault, take_alone
 from paceline.common.runfile import RunFile
 from paceline.common.target import Target
 from paceline.common.target_info import default_layer_ids, resolve_layer_ids, target_info
-from paceline.common.varlen import _varlen_kernel
+from paceline.common.varlen import _varlen_kernel, _with_sinks, sunk
 from paceline.producer.capture import TargetSource
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Gemma3Config
 
-PACKABLE = ["llama", "qwen3", "mistral", "qwen3_moe", "gemma3"]
-LEAKING = ["gpt_oss", "qwen3_5"]
+PACKABLE = ["llama", "qwen3", "mistral", "qwen3_moe", "gemma3", "gpt_oss"]
+OTHERS = ["gemma2", "qwen3_5"]  # softcapped attention; recurrent layers
 LENGTHS = [9, 40, 23, 38, 21]  # the windows of mistral, gemma3 and gpt_oss are 16
 LAYER_IDS = [0, 2, 3]
 
@@ -74,7 +74,7 @@ def states_of(target, tokens, cu_seqlens, layer_ids, last_hidden=False):
     return states
 
 
-@pytest.mark.parametrize("kind", [*PACKABLE, *LEAKING])
+@pytest.mark.parametrize("kind", [*PACKABLE, *OTHERS])
 def test_states_equal_a_plain_forward_token_by_token(make_tiny_target, kind):
     folder = make_tiny_target(kind)
     tokens, cu_seqlens = batch()
@@ -164,6 +164,24 @@ def reference_of(target):
     return reference
 
 
+@pytest.mark.parametrize("length", [5, 700])
+@pytest.mark.parametrize("window", [None, 16])
+def test_sinks_take_their_share_of_every_querys_weights(length, window):
+    """Spelt out over blocks of queries; and from the output and logsumexp without sinks, which a GPU's kernel gives."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, length, 16, generator=draw) for heads in (4, 2, 2))
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0])
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (back >= 0) & (back < (window or length))
+    scores = (0.3 * q @ keys.mT).masked_fill(~seen, -torch.inf)
+    weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.exp()[:, None, None])
+    torch.testing.assert_close(_with_sinks(q, k, v, 0.3, window, sinks), weights @ values)
+    without, lse = (scores.softmax(-1) @ values)[0].transpose(0, 1), scores[0].logsumexp(-1)
+    for laid_out in (lse, lse.mT):
+        torch.testing.assert_close(sunk(without, laid_out, sinks), (weights @ values)[0].transpose(0, 1))
+
+
 def test_layers_beyond_the_deepest_are_dropped_and_never_run(tiny_target_dir):
     target = Target.load(str(tiny_target_dir), dtype="float32", last_layer=2)
     assert len(target.layers) == 3
@@ -209,7 +227,7 @@ def test_norm_and_head_of_the_last_hidden_state_give_the_targets_argmax(make_tin
     assert not any(parameter.requires_grad for parameter in head.parameters())
 
 
-@pytest.mark.parametrize("kind", LEAKING)
+@pytest.mark.parametrize("kind", OTHERS)
 def test_the_head_of_other_architectures_loads(make_tiny_target, kind):
     head = FrozenHead.load(str(make_tiny_target(kind)), dtype="float32")
     model: Any = load_causal_lm(str(make_tiny_target(kind)), "float32", "cpu")
@@ -476,7 +494,7 @@ def test_the_source_tells_of_non_finite_states(copied):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", [*PACKABLE, *LEAKING])
+@pytest.mark.parametrize("kind", [*PACKABLE, *OTHERS])
 def test_states_on_a_gpu_come_through_a_registered_mapping(make_tiny_target, kind):
     """The varlen kernel, its sliding windows and the copy stream, against a float32 forward on the CPU."""
     folder = make_tiny_target(kind)
@@ -577,10 +595,12 @@ def test_an_interrupted_launch_waits_for_all_copies(records):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, monkeypatch):
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, kind, monkeypatch):
     tokens, cu_seqlens = batch(lengths=[9, 400, 23, 38, 700, 8])
-    target = Target.load(str(make_tiny_target("gemma3")), dtype="bfloat16", device="cuda")
+    target = Target.load(str(make_tiny_target(kind)), dtype="bfloat16", device="cuda")
     target.self_check()
+    assert target.mode == "packed"
     fast = states_of(target, tokens, cu_seqlens, LAYER_IDS)
     assert _varlen_kernel() is not None
     monkeypatch.setattr("paceline.common.varlen._varlen_kernel", lambda: None)
