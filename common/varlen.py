@@ -147,7 +147,10 @@ def _varlen(
     left = -1 if window is None else window - 1  # the window counts the query's own position
     grouped = q.shape[1] != k.shape[1]
     found = kernel(q, k, v, bounds.offsets, bounds.longest, scaling, left, grouped, sinks is not None)
-    return found[None] if sinks is None else sunk(*found, sinks)[None]
+    if sinks is None:
+        return found[None]
+    output, lse = found
+    return sunk(output, lse, sinks)[None]
 
 
 def sunk(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_states_that_are_no_numbers_are_no_small_error(make_tiny_target, kind, c
         if target.mode == "packed":
             output[0][:, 3] = torch.nan
 
-    target.layers[2].self_attn.register_forward_hook(spoil)
+    target.layers[2].get_submodule("self_attn").register_forward_hook(spoil)
     target.self_check()
     assert target.mode == "padded" and "what layer 2 adds differs from a row's alone by nan" in caplog.text
 
@@ -152,7 +152,7 @@ def test_the_first_row_may_not_move_later_ones_by_less_than_the_layers_own_error
     def leak(module, args, output):
         output += 0.3 * output.mean(1, keepdim=True)
 
-    target.layers[2].mlp.register_forward_hook(leak)
+    target.layers[2].get_submodule("mlp").register_forward_hook(leak)
     assert "the first row moves what layer 2 adds to later rows by 0.0" in str(states_fault(target, loose))
 
 
