@@ -162,8 +162,12 @@ def worker_parts(run: "RunFile", info: "TargetInfo", last_layer: int, planes: in
         weights -= layer_weights(info, last_layer) * (item - 1)
     shards = run.workers.gpus_per_worker
     weights -= layer_weights(info, last_layer) * item * (shards - 1) // shards
-    # The widest moment is inside an MLP: residual, normed input, gate, up and their product, of all tokens.
-    activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size // shards) * item
+    # The widest moment is inside an MLP: residual, normed input, gate, up and their product, of all tokens; in a
+    # mixture once for each of a token's experts, with their input and output.
+    inside = 3 * info.intermediate_size
+    if info.experts:
+        inside = info.experts_per_token * (3 * info.expert_size + 2 * info.hidden_size)
+    activations = tokens * (4 * info.hidden_size + inside // shards) * item
     making = min(run.stream.slots, IN_THE_MAKING) if shards == 1 else 1
     on_their_way = making * planes * tokens * info.hidden_size * ITEM_BYTES[run.record_dtype]
     return Parts(
@@ -180,18 +184,33 @@ def target_weights(info: "TargetInfo", last_layer: int) -> int:
     """Weights of embedding and layers up to `last_layer`: from the safetensors' headers, or from a dense shape."""
     found = dict(_safetensors(Path(info.path)))
     if not found:
-        return info.vocab_size * info.hidden_size + layer_weights(info, last_layer)
+        return info.vocab_size * info.hidden_size + sum(_layer_weights(info, last_layer))
     return sum(count for name, count in found.items() if _is_loaded(name, last_layer))
 
 
 def layer_weights(info: "TargetInfo", last_layer: int) -> int:
     """Weights of the layers up to `last_layer` alone, but for the experts of a mixture."""
+    return _layer_weights(info, last_layer)[0]
+
+
+def active_weights(info: "TargetInfo", last_layer: int) -> float:
+    """Of the weights of the layers up to `last_layer`, those that a token passes: of a mixture's experts its own."""
+    common, experts = _layer_weights(info, last_layer)
+    return common + experts * info.expert_share
+
+
+def _layer_weights(info: "TargetInfo", last_layer: int) -> tuple[int, int]:
+    """Weights of the layers up to `last_layer`: of experts, and of all else before them."""
     found = dict(_safetensors(Path(info.path)))
     if not found:
         keys, queries = info.num_kv_heads * info.head_dim, info.num_heads * info.head_dim
-        return (last_layer + 1) * info.hidden_size * (2 * queries + 2 * keys + 3 * info.intermediate_size)
-    inside = {name: count for name, count in found.items() if _layer(name) is not None and ".experts." not in name}
-    return sum(count for name, count in inside.items() if _is_loaded(name, last_layer))
+        dense = 0 if info.experts else 3 * info.intermediate_size
+        experts = 3 * info.expert_size * info.experts
+        layers = (last_layer + 1) * info.hidden_size
+        return layers * (2 * queries + 2 * keys + dense), layers * experts
+    inside = {n: count for n, count in found.items() if _layer(n) is not None and _is_loaded(n, last_layer)}
+    experts = sum(count for name, count in inside.items() if ".experts." in name)
+    return sum(inside.values()) - experts, experts
 
 
 def _is_loaded(name: str, last_layer: int) -> bool:
@@ -209,7 +228,7 @@ def _layer(name: str) -> int | None:
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, int]]:
     """(tensor name, elements) of the safetensors files of a folder, from their headers alone. Of packed integers, the
-    weights that they are unpacked to."""
+    weights that they are unpacked to: MXFP4's, two in a byte, have their scales beside them."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -217,6 +236,8 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, int]]:
         for name, about in header.items():
             if name != "__metadata__":
                 each = _packed(folder, about["dtype"]) if name.endswith(".weight_packed") else 1
+                if about["dtype"] == "U8" and name.endswith(("_blocks", "_scales")):
+                    each = 2 if name.endswith("_blocks") else 0
                 yield name, each * math.prod(about["shape"])
 
 

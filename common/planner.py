@@ -21,13 +21,13 @@ from .errors import ConfigError, UsageError
 from .footprint import (
     Parts,
     Shape,
+    active_weights,
     largest_micro_batch,
     muon_flops,
     muon_shared,
     rank_parts,
     ring_bytes,
     slots_of,
-    target_weights,
     worker_parts,
 )
 from .forecast import Rates, Split, forecast, live_rates, splits
@@ -280,8 +280,9 @@ def _given(target: str, drafter: str) -> Speed:
 
 
 def target_flops(info: "TargetInfo", last_layer: int, length: int) -> float:
-    """Of the target's forward, a token of rows of `length`: two a weight, and attention over half a row on average."""
-    weights = target_weights(info, last_layer) - info.vocab_size * info.hidden_size  # the embedding is looked up
+    """Of the target's forward, a token of rows of `length`: two a weight that it passes, and attention over half a row
+    on average."""
+    weights = active_weights(info, last_layer)
     attention = (last_layer + 1) * 4 * info.num_heads * info.head_dim * length / 2
     return 2 * weights + attention
 

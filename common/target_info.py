@@ -42,6 +42,14 @@ class TargetInfo:
     eos_token_id: int | None  # the first, where the config lists several
     tie_word_embeddings: bool
     identity: str
+    experts: int = 0  # in a mixture's layer, of which a token takes experts_per_token; shared ones are not counted
+    experts_per_token: int = 0
+    expert_size: int = 0  # intermediate size of each
+
+    @property
+    def expert_share(self) -> float:
+        """Of the experts' weights, how much a token passes."""
+        return self.experts_per_token / self.experts if self.experts else 1.0
 
 
 def target_folder(path: str) -> Path:
@@ -109,7 +117,19 @@ def target_info(path: str, trust_remote_code: bool = False) -> TargetInfo:
         eos_token_id=_token(config, text, "eos_token_id"),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         identity=identity(str(folder)),
+        **_mixture(text),
     )
+
+
+def _mixture(text: Any) -> dict[str, int]:
+    """A mixture's experts, whatever its config calls them; none where there is no choice between them."""
+    experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
+    chosen = _first(text, "num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k") or 0
+    size = _first(text, "moe_intermediate_size", "expert_intermediate_size") or getattr(text, "intermediate_size", None)
+    numbers = [_widest(number) for number in (experts, chosen, size)]
+    if not all(isinstance(number, int) for number in numbers) or not 0 < numbers[1] < numbers[0]:
+        return {}
+    return dict(zip(("experts", "experts_per_token", "expert_size"), numbers, strict=True))
 
 
 def _whole(config: Any, folder: Path, key: str) -> int:

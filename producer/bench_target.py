@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..common.bench_parts import TargetOptions, chat_lengths
 from ..common.fingerprint import Fingerprint
@@ -250,13 +251,25 @@ def _arm(
 
 def count_flops(target: Target, lengths: Sequence[int]) -> int:
     """Model FLOPs of one forward over rows of these lengths by the layers that were loaded."""
-    modules: list[Any] = [module for layer in target.layers for module in layer.modules()]
-    linear = [module for module in modules if hasattr(module, "out_features")]  # nn.Linear, and in fp8
-    weights = sum(module.in_features * module.out_features for module in linear)
+    weights = sum(_passed(layer, target.info.expert_share) for layer in target.layers)
     kinds = getattr(target.decoder.config.get_text_config(decoder=True), "layer_types", None)
     kinds = kinds or ["full_attention"] * len(target.layers)
     attending = sum(kind in ("full_attention", "sliding_attention") for kind in kinds[: len(target.layers)])
     return forward_flops(weights, target.info.num_heads * target.info.head_dim, attending, lengths)
+
+
+def _passed(layer: nn.Module, expert_share: float) -> int:
+    """Weights of a layer's matrices that a token passes: of a mixture's experts, linear layers or stacked, its own."""
+    weights = 0.0
+    for name, module in layer.named_modules():
+        any_module: Any = module
+        among_experts = "experts" in name.split(".")
+        if hasattr(module, "out_features"):  # nn.Linear, and in fp8
+            weights += any_module.in_features * any_module.out_features * (expert_share if among_experts else 1)
+        elif among_experts:
+            stacked = sum(part.numel() for part in module.parameters(recurse=False) if part.ndim == 3)
+            weights += stacked * expert_share
+    return round(weights)
 
 
 if __name__ == "__main__":

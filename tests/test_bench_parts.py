@@ -296,10 +296,22 @@ def test_a_ring_between_processes(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "qwen3.6-27b", "smollm2-135m"])
+# Billions: of all weights, and of those that a token passes, with one of embedding and head.
+SHAPES = {
+    "qwen3-0.6b": (0.596, 0.596),
+    "qwen3-8b": (8.19, 7.57),
+    "qwen3-30b-a3b": (30.53, 3.03),
+    "gpt-oss-20b": (20.91, 3.61),
+    "qwen3.6-27b": (26.9, None),
+    "smollm2-135m": (0.1345, 0.1345),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_shapes_load_and_have_as_many_weights_as_their_names_say(name, tmp_path):
     import torch
     from paceline.common.bench import model_folder
+    from paceline.common.footprint import active_weights, target_weights
     from paceline.common.loading import find_parts
     from paceline.common.target_info import load_config, target_info
     from transformers import AutoModelForCausalLM
@@ -307,7 +319,25 @@ def test_shapes_load_and_have_as_many_weights_as_their_names_say(name, tmp_path)
     folder = model_folder(tmp_path, name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(folder), dtype=torch.bfloat16)
-    billions = {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3.6-27b": 26.9, "smollm2-135m": 0.1345}[name]
+    billions, passed = SHAPES[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=2e-3)
     parts, info = find_parts(model), target_info(str(folder))
     assert (info.num_layers, info.hidden_size) == (len(parts.layers), parts.embedding.weight.shape[1])
+    embedding, last = info.vocab_size * info.hidden_size, info.num_layers - 1
+    head = 0 if info.tie_word_embeddings else embedding
+    assert info.path == str(folder) and not list(folder.glob("*.safetensors")), "counted from the shape alone"
+    if passed is not None:  # a hybrid's layers are no dense ones
+        assert target_weights(info, last) + head == pytest.approx(billions * 1e9, rel=2e-3)
+        assert active_weights(info, last) + embedding == pytest.approx(passed * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "mlp"), [("qwen3", 3 * 128), ("qwen3_moe", 2 * 3 * 64), ("gpt_oss", 2 * 3 * 128)])
+def test_a_token_passes_the_experts_chosen_for_it(make_tiny_target, kind, mlp):
+    """Two of four, by shapes; whether a router is a linear layer differs."""
+    from paceline.common.target import Target
+    from paceline.producer.bench_target import count_flops
+
+    target = Target.load(str(make_tiny_target(kind)), dtype="float32", last_layer=1)
+    layer = 64 * (2 * 64 + 2 * 32 + mlp)
+    pairs = 10 * 11 // 2 + 5 * 6 // 2
+    assert count_flops(target, [10, 5]) == pytest.approx(2 * 2 * layer * 15 + 2 * 4 * 64 * pairs, rel=0.01)

@@ -16,7 +16,9 @@ from paceline.common.footprint import (
     CONTEXT,
     Shape,
     activation_bytes,
+    active_weights,
     largest_micro_batch,
+    layer_weights,
     rank_parts,
     ring_bytes,
     slots_of,
@@ -24,9 +26,10 @@ from paceline.common.footprint import (
     worker_parts,
 )
 from paceline.common.forecast import Rates, advice, forecast, live_rates, placed_rate, splits
-from paceline.common.planner import Gpu, make_plan, plan_json, plan_lines
+from paceline.common.planner import Gpu, make_plan, plan_json, plan_lines, target_flops
 from paceline.common.record import max_rows, slot_bytes
 from paceline.common.ring import Ring
+from paceline.common.target_info import target_info
 from paceline.common.telemetry import bottleneck, write_status
 from paceline.consumer.learner import DFlashLearner
 from safetensors.torch import save_file
@@ -250,6 +253,39 @@ def test_the_targets_weights_are_read_from_the_headers(tmp_path):
     assert target_weights(info, 2) == 40 + 64
     dense = target_weights(replace(INFO, path=str(tmp_path / "none")), 0)
     assert dense == 61 * 48 + 48 * (2 * 64 + 2 * 32 + 3 * 64)
+
+
+def test_a_token_passes_its_own_experts_of_a_mixture(tmp_path):
+    """Of 8 experts 2, whether they are a tensor each or stacked, or MXFP4's two weights a byte with a scale for 32."""
+    mixture = {"experts": 8, "experts_per_token": 2, "expert_size": 16}
+    common = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}
+    experts = {
+        "each": {f"model.layers.0.mlp.experts.{n}.up_proj.weight": torch.zeros(16, 4) for n in range(8)},
+        "stacked": {"model.layers.0.mlp.experts.up_proj": torch.zeros(8, 16, 4)},
+        "mxfp4": {
+            "model.layers.0.mlp.experts.up_proj_blocks": torch.zeros(8, 16, 2, dtype=torch.uint8),
+            "model.layers.0.mlp.experts.up_proj_scales": torch.zeros(8, 16, 1, dtype=torch.uint8),
+        },
+    }
+    for name, tensors in experts.items():
+        (tmp_path / name).mkdir()
+        save_file(common | tensors, tmp_path / name / "model.safetensors")
+        info = replace(INFO, path=str(tmp_path / name), **mixture)
+        assert (target_weights(info, 0), layer_weights(info, 0)) == (16 + 8 * 64, 16)
+        assert active_weights(info, 0) == 16 + 2 * 64
+        assert target_flops(info, 0, 100) == 2 * (16 + 2 * 64) + 4 * 64 * 50
+    shape = replace(INFO, path=str(tmp_path / "none"), **mixture)
+    layer = 48 * (2 * 64 + 2 * 32)
+    assert target_weights(shape, 0) == 61 * 48 + layer + 8 * 3 * 48 * 16
+    assert active_weights(shape, 0) == layer + 2 * 3 * 48 * 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixture"), [("qwen3_moe", (4, 2, 64)), ("gpt_oss", (4, 2, 128)), ("llama", (0, 0, 0))]
+)
+def test_a_mixture_is_known_from_its_config(make_tiny_target, kind, mixture):
+    info = target_info(str(make_tiny_target(kind)))
+    assert (info.experts, info.experts_per_token, info.expert_size) == mixture
 
 
 # The command ---------------------------------------------------------------------------------------------------------
