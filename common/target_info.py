@@ -126,10 +126,10 @@ def _mixture(text: Any) -> dict[str, int]:
     experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
     chosen = _first(text, "num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k") or 0
     size = _first(text, "moe_intermediate_size", "expert_intermediate_size") or getattr(text, "intermediate_size", None)
-    numbers = [_widest(number) for number in (experts, chosen, size)]
-    if not all(isinstance(number, int) for number in numbers) or not 0 < numbers[1] < numbers[0]:
+    numbers = [number for number in map(_widest, (experts, chosen, size)) if isinstance(number, int)]
+    if len(numbers) < 3 or not 0 < numbers[1] < numbers[0]:
         return {}
-    return dict(zip(("experts", "experts_per_token", "expert_size"), numbers, strict=True))
+    return {"experts": numbers[0], "experts_per_token": numbers[1], "expert_size": numbers[2]}
 
 
 def _whole(config: Any, folder: Path, key: str) -> int:
