@@ -199,15 +199,22 @@ def active_weights(info: "TargetInfo", last_layer: int) -> float:
     return common + experts * info.expert_share
 
 
+def attention_layers(info: "TargetInfo", last_layer: int) -> int:
+    """How many of the layers up to `last_layer` attend, where a hybrid's others are recurrent."""
+    return last_layer + 1 - info.layer_types[: last_layer + 1].count("linear_attention")
+
+
 def _layer_weights(info: "TargetInfo", last_layer: int) -> tuple[int, int]:
     """Weights of the layers up to `last_layer`: of experts, and of all else before them."""
     found = dict(_safetensors(Path(info.path)))
     if not found:
         keys, queries = info.num_kv_heads * info.head_dim, info.num_heads * info.head_dim
+        attention = info.hidden_size * ((3 if info.gated_attention else 2) * queries + 2 * keys)
+        attending = attention_layers(info, last_layer)
+        mixers = attending * attention + (last_layer + 1 - attending) * info.linear_attention
         dense = 0 if info.experts else 3 * info.intermediate_size
-        experts = 3 * info.expert_size * info.experts
         layers = (last_layer + 1) * info.hidden_size
-        return layers * (2 * queries + 2 * keys + dense), layers * experts
+        return mixers + layers * dense, layers * 3 * info.expert_size * info.experts
     inside = {n: count for n, count in found.items() if _layer(n) is not None and _is_loaded(n, last_layer)}
     experts = sum(count for name, count in inside.items() if ".experts." in name)
     return sum(inside.values()) - experts, experts

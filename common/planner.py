@@ -22,6 +22,7 @@ from .footprint import (
     Parts,
     Shape,
     active_weights,
+    attention_layers,
     largest_micro_batch,
     muon_flops,
     muon_shared,
@@ -283,7 +284,7 @@ def target_flops(info: "TargetInfo", last_layer: int, length: int) -> float:
     """Of the target's forward, a token of rows of `length`: two a weight that it passes, and attention over half a row
     on average."""
     weights = active_weights(info, last_layer)
-    attention = (last_layer + 1) * 4 * info.num_heads * info.head_dim * length / 2
+    attention = attention_layers(info, last_layer) * 4 * info.num_heads * info.head_dim * length / 2
     return 2 * weights + attention
 
 

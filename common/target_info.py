@@ -45,6 +45,9 @@ class TargetInfo:
     experts: int = 0  # in a mixture's layer, of which a token takes experts_per_token; shared ones are not counted
     experts_per_token: int = 0
     expert_size: int = 0  # intermediate size of each
+    layer_types: tuple[str, ...] = ()  # of each layer, where the config names them
+    gated_attention: bool = False  # its queries' projection has a gate beside it
+    linear_attention: int = 0  # weights in the projections of a "linear_attention" layer
 
     @property
     def expert_share(self) -> float:
@@ -118,6 +121,9 @@ def target_info(path: str, trust_remote_code: bool = False) -> TargetInfo:
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         identity=identity(str(folder)),
         **_mixture(text),
+        layer_types=tuple(getattr(text, "layer_types", None) or ()),
+        gated_attention=bool(getattr(text, "attn_output_gate", False)),
+        linear_attention=hidden * _delta_net_columns(text),
     )
 
 
@@ -130,6 +136,16 @@ def _mixture(text: Any) -> dict[str, int]:
     if len(numbers) < 3 or not 0 < numbers[1] < numbers[0]:
         return {}
     return {"experts": numbers[0], "experts_per_token": numbers[1], "expert_size": numbers[2]}
+
+
+def _delta_net_columns(text: Any) -> int:
+    """Of a Gated DeltaNet's projections, the sizes beside the hidden one: q, k, v, gate, output, decay and rate."""
+    fields = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
+    sizes = [size for field in fields if isinstance(size := getattr(text, field, None), int)]
+    if len(sizes) < len(fields):
+        return 0
+    key_heads, key_dim, value_heads, value_dim = sizes
+    return 2 * key_heads * key_dim + 3 * value_heads * value_dim + 2 * value_heads
 
 
 def _whole(config: Any, folder: Path, key: str) -> int:

@@ -274,6 +274,8 @@ def test_a_token_passes_its_own_experts_of_a_mixture(tmp_path):
         assert (target_weights(info, 0), layer_weights(info, 0)) == (16 + 8 * 64, 16)
         assert active_weights(info, 0) == 16 + 2 * 64
         assert target_flops(info, 0, 100) == 2 * (16 + 2 * 64) + 4 * 64 * 50
+        hybrid = replace(info, layer_types=("linear_attention", "full_attention"))
+        assert target_flops(hybrid, 0, 100) == 2 * (16 + 2 * 64), "no attention over the row"
     shape = replace(INFO, path=str(tmp_path / "none"), **mixture)
     layer = 48 * (2 * 64 + 2 * 32)
     assert target_weights(shape, 0) == 61 * 48 + layer + 8 * 3 * 48 * 16
