@@ -229,7 +229,9 @@ class DrafterSettings(Section):
         description="Row of the target's embedding that marks a masked slot; a token that data never uses",
     )
     hidden_act: str = Field(default="silu", description="Activation of the draft layers")
-    intermediate_size: PositiveInt | None = Field(default=None, description="MLP width; default: the target's")
+    intermediate_size: PositiveInt | None = Field(
+        default=None, description="MLP width; default: the target's, in a mixture what a token passes"
+    )
     sliding_window: PositiveInt | None = Field(
         default=None,
         description="Window of the layers that slide, which are causal inside the block, as engines serve them",

@@ -31,7 +31,7 @@ class TargetInfo:
     hidden_size: int
     num_layers: int
     vocab_size: int  # rows of the embedding, padding included
-    intermediate_size: int
+    intermediate_size: int  # of a dense layer; what a token passes where there are narrow experts alone
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -109,7 +109,7 @@ def target_info(path: str, trust_remote_code: bool = False) -> TargetInfo:
         hidden_size=hidden,
         num_layers=_whole(text, folder, "num_hidden_layers"),
         vocab_size=_whole(text, folder, "vocab_size"),
-        intermediate_size=_widest(getattr(text, "intermediate_size", None)) or 4 * hidden,
+        intermediate_size=_mlp_width(text, hidden),
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or hidden // heads,
@@ -136,6 +136,15 @@ def _mixture(text: Any) -> dict[str, int]:
     if len(numbers) < 3 or not 0 < numbers[1] < numbers[0]:
         return {}
     return {"experts": numbers[0], "experts_per_token": numbers[1], "expert_size": numbers[2]}
+
+
+def _mlp_width(text: Any, hidden: int) -> int:
+    """Of a dense layer. A mixture may have none and call an expert's width so, as gpt-oss, whose tokens pass four."""
+    width = _widest(getattr(text, "intermediate_size", None)) or 4 * hidden
+    mixture = _mixture(text)
+    if mixture and width == mixture["expert_size"] < 2 * hidden:
+        return min(width * mixture["experts_per_token"], 4 * hidden)
+    return width
 
 
 def _delta_net_columns(text: Any) -> int:

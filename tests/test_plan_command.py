@@ -9,6 +9,7 @@ import pytest
 import torch
 from drafting import CONFIG, HIDDEN, INFO, make_drafter, make_head, make_rows, make_run
 from paceline.common import paths, planner
+from paceline.common.bench import model_folder
 from paceline.common.cli import main
 from paceline.common.errors import UsageError
 from paceline.common.fingerprint import Fingerprint
@@ -288,6 +289,14 @@ def test_a_token_passes_its_own_experts_of_a_mixture(tmp_path):
 def test_a_mixture_is_known_from_its_config(make_tiny_target, kind, mixture):
     info = target_info(str(make_tiny_target(kind)))
     assert (info.experts, info.experts_per_token, info.expert_size) == mixture
+    assert info.intermediate_size == 128, "a dense layer's, or the experts' if they are as wide as one"
+
+
+def test_a_mixture_of_narrow_experts_has_the_width_that_a_token_passes(tmp_path):
+    """gpt-oss: four experts of 2,880 at a hidden size of 2,880."""
+    info = target_info(str(model_folder(tmp_path, "gpt-oss-20b")))
+    assert (info.expert_size, info.intermediate_size) == (2880, 11520)
+    assert target_info(str(model_folder(tmp_path, "qwen3-30b-a3b"))).intermediate_size == 8 * 768 == 6144
 
 
 # The command ---------------------------------------------------------------------------------------------------------
