@@ -65,9 +65,7 @@ def _attend(
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for start, end in pairwise(bounds.cu_seqlens):
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-        row = (
-            _row_attention(q, k, v, scaling, window) if sinks is None else _with_sinks(q, k, v, scaling, window, sinks)
-        )
+        row = _row_attention(q, k, v, scaling, window, sinks)
         output[:, start:end] = row.transpose(1, 2)
     return output
 
@@ -101,7 +99,7 @@ def _varlen_kernel() -> Callable[..., Any] | None:
     """
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:
+    except ImportError:  # torch 2.9 has neither; later ones have both
         return None
     known = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size", "return_aux"} <= set(known):
@@ -162,8 +160,12 @@ def sunk(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (output * share.mT[..., None]).to(output.dtype)
 
 
-def _row_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _row_attention(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """One row's causal attention, [1, Hq, t, Dv]; in blocks of queries where a sliding window bites."""
+    if sinks is not None:
+        return _with_sinks(q, k, v, scaling, window, sinks)
     grouped = q.shape[1] != k.shape[1]
     length = q.shape[2]
     if window is None or length <= window:
