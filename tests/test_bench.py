@@ -113,7 +113,7 @@ def test_no_estimate_is_explained(tmp_path, monkeypatch):
 
 
 def test_an_unknown_shape_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"no such config \(qwen3-0.6b, qwen3-8b"):
+    with pytest.raises(UsageError, match=r"no such config \(gpt-oss-20b, qwen3-0.6b"):
         bench_pipeline(tmp_path / "out", "qwen9", ["1-1"], Options())
 
 

@@ -7,7 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = [path for side in ("common", "producer", "consumer") for path in sorted((ROOT / side).rglob("*.py"))]
-LOAD_TORCH = {"target.py", "loading.py", "varlen.py", "eightbit.py", "boundaries.py", "delta_net.py", "quantised.py"}
+LOAD_TORCH = {
+    f"{name}.py" for name in "target loading reference varlen eightbit boundaries delta_net quantised".split()
+}
 
 
 def imports(path: Path, *, inside_functions: bool) -> set[str]:
