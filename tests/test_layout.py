@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = [path for side in ("common", "producer", "consumer") for path in sorted((ROOT / side).rglob("*.py"))]
 LOAD_TORCH = {
-    f"{name}.py" for name in "target loading reference varlen eightbit boundaries delta_net quantised".split()
+    f"{name}.py"
+    for name in ["target", "loading", "reference", "varlen", "eightbit", "boundaries", "delta_net", "quantised"]
 }
 
 
