@@ -318,7 +318,14 @@ class Target:
     def _choose(self, pack: bool) -> Reference:
         started = time.monotonic()
         self._use("alone")
-        reference = take_alone(self, self._check_rows())
+        try:
+            reference = take_alone(self, self._check_rows())
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:  # of the model's own code, whatever is installed here
+            raise ConfigError(
+                f"target.path: not even a single row runs on {self.device}: {first_line(error)}"
+            ) from error
         for mode in ("packed", "padded") if pack else ("padded",):
             try:
                 self._use(mode)

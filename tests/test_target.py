@@ -140,6 +140,20 @@ def test_states_that_are_no_numbers_are_no_small_error(make_tiny_target, kind, c
     assert target.mode == "padded" and "what layer 2 adds differs from a row's alone by nan" in caplog.text
 
 
+def test_a_target_that_does_not_run_at_all_is_said_so_in_one_line(tiny_target_dir):
+    """As a hybrid on a CPU, where flash-linear-attention is installed for the GPU beside it."""
+    target = Target.load(str(tiny_target_dir), dtype="float32")
+
+    def refuse(module, args):
+        raise ValueError("Pointer argument (at 0) cannot be accessed\nfrom Triton")
+
+    target.layers[1].register_forward_pre_hook(refuse)
+    with pytest.raises(
+        ConfigError, match=r"not even a single row runs on cpu: Pointer argument \(at 0\) cannot be acc"
+    ):
+        target.self_check()
+
+
 def test_the_first_row_may_not_move_later_ones_by_less_than_the_layers_own_error(tiny_target_dir, caplog):
     """Where a layer is quantised much may differ from the reference, but nothing may come from another row."""
     caplog.set_level("INFO", "paceline")
