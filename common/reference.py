@@ -3,7 +3,8 @@
 `Target.self_check` (target.py) takes the reference and chooses by it; this module only compares.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,30 +51,47 @@ class Reference(NamedTuple):
         """The inputs of all layers but the first, whose own are the tokens' embeddings."""
         return {layer: states for layer, states in self.inputs.items() if layer > 0}
 
-    def errors(
-        self, outputs: Mapping[int, Tensor], wanted: Mapping[int, Tensor], first_row: int = 0
+    def errors(self, outputs: Mapping[int, Tensor]) -> dict[int, float]:
+        """Of each layer, the largest of rows."""
+        return self._compared(outputs, self.outputs, self.bounds, ROUTED if self.routed else 0.0)
+
+    def moved(self, outputs: Mapping[int, Tensor], before: Mapping[int, Tensor]) -> dict[int, float]:
+        """Of each layer, by how much later rows differ from before, when the first row was another one. They have the
+        same inputs and run the same way, so that none of their tokens has a reason to go to other experts."""
+        return self._compared(outputs, before, self.bounds[1:], 0.0)
+
+    def _compared(
+        self,
+        outputs: Mapping[int, Tensor],
+        wanted: Mapping[int, Tensor],
+        bounds: Sequence[tuple[int, int]],
+        spared: float,
     ) -> dict[int, float]:
-        """Of each layer, the largest of rows: of outputs against those wanted."""
         found = {}
         for layer, output in outputs.items():
             states = [part.to(self.device).float() for part in (output, wanted[layer], self.inputs[layer])]
-            rows = [[part[start:end] for part in states] for start, end in self.bounds[first_row:]]
-            found[layer] = max(self._error(*row) for row in rows)
+            rows = [[part[start:end] for part in states] for start, end in bounds]
+            found[layer] = _largest([_error(*row, spared) for row in rows])
         return found
 
-    def _error(self, output: Tensor, wanted: Tensor, given: Tensor) -> float:
-        """Of a row [t, H]: the largest of the means over the first 4, last 8 and all tokens.
 
-        A leak from the row before shows at the start (a convolution) or everywhere, a wrong sliding window at the end.
-        """
-        added = (wanted - given).norm(dim=-1) + ROUNDED * wanted.norm(dim=-1)
-        each = (output - wanted).norm(dim=-1) / added.clamp_min(1e-12)
-        return max(self._mean(part) for part in (each[:4], each[-8:], each))
+def _error(output: Tensor, wanted: Tensor, given: Tensor, spared: float) -> float:
+    """Of a row [t, H]: the largest of the means over the first 4, last 8 and all tokens, without the share of them that
+    is spared, those with the largest errors.
 
-    def _mean(self, errors: Tensor) -> float:
-        if not self.routed or not bool(errors.isfinite().all()):
-            return float(errors.mean())
-        return float(errors.sort().values[: len(errors) - int(ROUTED * len(errors))].mean())
+    A leak from the row before shows at the start (a convolution) or everywhere, a wrong sliding window at the end.
+    """
+    added = (wanted - given).norm(dim=-1) + ROUNDED * wanted.norm(dim=-1)
+    each = (output - wanted).norm(dim=-1) / added.clamp_min(1e-12)
+    if not bool(each.isfinite().all()):
+        return math.nan
+    parts = (each[:4], each[-8:], each)
+    return _largest([float(part.sort().values[: len(part) - int(spared * len(part))].mean()) for part in parts])
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """NaN if one is: `max` would take whatever stands before it."""
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def take_alone(target: "Target", rows: list[Tensor]) -> Reference:
@@ -117,7 +135,7 @@ def states_fault(target: "Target", reference: Reference) -> str | None:
     """What is wrong with what layers make of the reference's inputs; None if it is right."""
     rows, given = reference.rows, reference.given
     outputs = run_layers(target, rows, given)
-    for layer, error in reference.errors(outputs, reference.outputs).items():
+    for layer, error in reference.errors(outputs).items():
         if not error <= (limit := reference.limits[layer]):
             return f"what layer {layer} adds differs from a row's alone by {error:.2g} (at most {limit:.2g})"
     # Other tokens, and states that are neither the same where they stood nor the same together.
@@ -125,7 +143,7 @@ def states_fault(target: "Target", reference: Reference) -> str | None:
     others = {n: torch.cat([-states[:first].roll(1, 0), states[first:]]) for n, states in given.items()}
     moved = run_layers(target, [(rows[0] + 1) % target.info.vocab_size, *rows[1:]], others)
     limit = TOLERANCE.get(target.dtype, 1e-3)  # also where quantised: a token is rounded by itself
-    for layer, error in reference.errors(moved, outputs, first_row=1).items():
+    for layer, error in reference.moved(moved, outputs).items():
         if not error <= limit:
             return f"the first row moves what layer {layer} adds to later rows by {error:.2g} (at most {limit:g})"
     return None

@@ -49,7 +49,12 @@ Mode = Literal["packed", "padded", "alone"]
 
 PADDED_TOKENS = 8192  # most tokens, padding included, that run side by side
 PADDED_SHARE = 0.8  # a row joins longer ones when it is at least so long, relative to the longest
-CHECK_LENGTHS: tuple[int, ...] = (23, 17, 40)  # rows of the self-check; another one is longer than the sliding window
+CHECK_LENGTHS: tuple[int, ...] = (
+    23,
+    17,
+    40,
+    36,
+)  # rows of the self-check, two to run side by side; one more exceeds the sliding window
 CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check reaches across
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types that `packed_attention` serves
 
@@ -292,6 +297,7 @@ class Target:
         self,
         *,
         pack: bool = True,
+        longest: int = 0,
         quantising: Callable[["Target"], object] | None = None,
         faster: Faster | None = None,
     ) -> None:
@@ -301,13 +307,17 @@ class Target:
         Packing must also leave later rows unmoved when the first row changes. Packed rows then run the `faster` way if
         that passes the same check.
 
+        longest: tokens of the longest row that will come. Where the rotary embedding is another one as soon as a row is
+        longer than the target's first window (longrope, dynamic), and such rows will come, only alone is right: what
+        a row gives would depend on the rows beside it.
+
         quantising: rounds the layers' arithmetic, once the way is chosen, as some checkpoints do by themselves. Then no
         two kernels give the same states any more: what differs by one rounding in bfloat16 is now and then rounded to
         another of fp8's few values. So the reference is not quantised, and `faster` may be about QUANTISED times as far
         from it as plain layers are.
         """
         with unrounded(self.layers) as rounding:
-            reference = self._choose(pack)
+            reference = self._choose(pack, longest)
         if quantising is not None:
             quantising(self)
         if quantising is not None or rounding:
@@ -315,7 +325,7 @@ class Target:
         if faster is not None:
             self._speed_up(faster, reference)
 
-    def _choose(self, pack: bool) -> Reference:
+    def _choose(self, pack: bool, longest: int) -> Reference:
         started = time.monotonic()
         self._use("alone")
         try:
@@ -326,7 +336,11 @@ class Target:
             raise ConfigError(
                 f"target.path: not even a single row runs on {self.device}: {first_line(error)}"
             ) from error
-        for mode in ("packed", "padded") if pack else ("padded",):
+        ways: list[Mode] = ["packed", "padded"] if pack else ["padded"]
+        if (window := self._window_of_rope()) is not None and longest > window:
+            log.warning("rows run alone: rows of more than %d tokens have another rotary embedding (longrope)", window)
+            ways = []
+        for mode in ways:
             try:
                 self._use(mode)
                 fault = self._fault(reference)
@@ -343,7 +357,7 @@ class Target:
 
     def _quantised(self, reference: Reference) -> Reference:
         """The reference with what may differ from it, by layer, now that the layers are quantised."""
-        errors = reference.errors(run_layers(self, reference.rows, reference.given), reference.outputs)
+        errors = reference.errors(run_layers(self, reference.rows, reference.given))
         log.info("quantised, what a layer adds is off by %.2g to %.2g", min(errors.values()), max(errors.values()))
         limits = {layer: QUANTISED * error + BESIDES * reference.limits[layer] for layer, error in errors.items()}
         return reference._replace(limits=limits)
@@ -387,6 +401,16 @@ class Target:
     @property
     def text_config(self) -> Any:
         return self.decoder.config.get_text_config(decoder=True)
+
+    def _window_of_rope(self) -> int | None:
+        """The length beyond which a row, and all that runs beside it, has another rotary embedding; None for none."""
+        config = self.text_config
+        parameters = getattr(config, "rope_parameters", None) or {}
+        for one in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+            if one.get("rope_type") in ("longrope", "dynamic"):
+                window = one.get("original_max_position_embeddings")
+                return window or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+        return None
 
     def _fault(self, reference: Reference) -> str | None:
         """Why the current mode is wrong for this model; None if it is right."""

@@ -288,12 +288,12 @@ def sweep(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(root: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
-    """Remove all complete checkpoints but the newest `keep_last` and, with `keep_best`, the one whose own evaluation
-    has the highest tau_chain (the newest of equals). Incomplete ones are left for the user to see. Returns what was
-    removed."""
+def prune(root: Path, *, keep_last: int, keep_best: bool, written: Path | None = None) -> list[Path]:
+    """Remove all complete checkpoints but the newest `keep_last`, the one just `written` and, with `keep_best`, the one
+    whose own evaluation has the highest tau_chain (the newest of equals). Incomplete ones are left for the user to see.
+    Returns what was removed."""
     complete = [path for path in folders(root) if damage(path, read=False) is None]
-    keep = set(complete[: max(1, keep_last)])
+    keep = {*complete[: max(1, keep_last)], written}
     if keep_best and (best := best_of(complete)) is not None:
         keep.add(best)
     gone = [path for path in complete if path not in keep]
@@ -318,7 +318,7 @@ def best_of(paths: list[Path]) -> Path | None:
 
 def set_aside_newer(root: Path, step: int) -> list[Path]:
     """Rename every checkpoint after `step` to `left-step-…` and return the new names: when an older checkpoint is
-    resumed on purpose, a later trainer must not find the newer ones again and continue the timeline that was left."""
+    resumed, a later trainer must not find the newer ones again and continue the timeline that was left."""
     moved = []
     for path in folders(root):
         if _step_of(path) > step:
@@ -397,7 +397,7 @@ class Checkpointer:
         except CheckpointError as error:
             return Outcome(state.step, None, str(error))
         try:
-            prune(self.root, keep_last=self._keep_last, keep_best=self._keep_best)
+            prune(self.root, keep_last=self._keep_last, keep_best=self._keep_best, written=path)
         except (CheckpointError, OSError) as error:
             return Outcome(state.step, path, f"older checkpoints were not removed: {error}")
         return Outcome(state.step, path)

@@ -345,8 +345,12 @@ class RecordSource:
             meta, states = self._check(payload, batch)
             if not reader.take(take.slot, take.seq, self._trainer):
                 raise RecordRefused("its slot was freed while it was checked")
-        except (RingInvalid, OSError) as error:
+        except (RingInvalid, FileNotFoundError) as error:
             raise RecordRefused(f"its ring cannot be read: {error}") from None
+        except (
+            OSError
+        ) as error:  # no fault of the record's; refused, it would keep its slot, with no ring to free it in
+            raise PacelineError(f"the ring of worker {take.worker} cannot be mapped: {error}") from error
         return Record(batch, meta, states, take, reader)
 
     def _reader(self, take: wire.Take) -> RingReader:

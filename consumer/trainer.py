@@ -176,9 +176,9 @@ def _prepare(run: RunFile, resume: str | None, describe: Describe) -> Start:
             f"checkpoint {checkpoint} does not fit this run file's plan (were trainer.epochs, max_steps or max_tokens "
             f"lowered?): {problems[0]}"
         )
-    if resume is not None:
-        for moved in set_aside_newer(checkpoint.parent, state.step):
-            print(f"a newer checkpoint is left aside: {moved}", flush=True)
+    # Those that were passed over too: damaged in ways that only reading shows, they would be kept for the newest ones.
+    for moved in set_aside_newer(checkpoint.parent, state.step):
+        print(f"a newer checkpoint is left aside: {moved}", flush=True)
     hours = run.trainer.max_hours
     over = hours is not None and state.seconds >= 3600 * hours
     following = None if over else _phase_after(state, plan)

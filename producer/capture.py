@@ -98,7 +98,10 @@ class TargetSource:
         elif gpu if wanted == "auto" else wanted:
             compiled = CompiledLayers(run.stream.token_budget if gpu else 0, run.data.max_length)
         target.self_check(
-            pack=run.workers.pack == "auto", quantising=use_fp8 if run.target.fp8 else None, faster=compiled
+            pack=run.workers.pack == "auto",
+            longest=run.data.max_length,
+            quantising=use_fp8 if run.target.fp8 else None,
+            faster=compiled,
         )
         source = cls(target, layer_ids, run.record_dtype, run.target.last_hidden, compiled, shards)
         source.warm_up(run.stream.token_budget, run.data.max_length)

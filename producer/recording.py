@@ -70,13 +70,15 @@ class StateKind:
     target: str  # `TargetInfo.identity`
     layer_ids: tuple[int, ...]
     last_hidden: bool
-    dtype: str
+    dtype: str  # of what is recorded
     hidden_size: int
+    computed: str = ""  # how the target computes, where that dtype does not say it: in fp8, or in another dtype
 
     @classmethod
     def of(cls, run: RunFile, info: TargetInfo, layer_ids: Sequence[int]) -> "StateKind":
-        last = run.target.last_hidden
-        return cls(info.identity, tuple(layer_ids), last, run.record_dtype, info.hidden_size)
+        target = run.target
+        computed = "fp8 " * target.fp8 + target.dtype * (target.dtype != run.record_dtype)
+        return cls(info.identity, tuple(layer_ids), target.last_hidden, run.record_dtype, info.hidden_size, computed)
 
     @property
     def planes(self) -> int:
@@ -88,7 +90,8 @@ class StateKind:
 
     @property
     def name(self) -> str:
-        return hashlib.sha256(json.dumps([VERSION, *vars(self).values()]).encode()).hexdigest()[:24]
+        parts = [VERSION, *(value for name, value in vars(self).items() if name != "computed" or value)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 class Recording:

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common import paths
+from ..common.boundaries import Unpackable
 from ..common.devices import shard_devices
-from ..common.errors import PacelineError, how_it_ended
+from ..common.errors import PacelineError, first_line, how_it_ended
 from ..common.runfile import RunFile
 from ..common.target import Pass, Target
 
@@ -137,7 +138,7 @@ def receive(device: torch.device) -> Pass:
     for layer in layers.tolist():
         values = torch.zeros(rows, length, hidden)
         dist.broadcast(values, 0)
-        states[layer] = values.to(device)
+        states[layer] = values  # a layer takes its own to the device
     return Pass(
         _MODES[mode],
         deepest,
@@ -185,7 +186,13 @@ def main(job: Mapping[str, Any]) -> int:
     last_layer = deepest_layer(run, info, resolve_layer_ids(run, info))
     target = load_target(run, info.path, last_layer, devices[rank], len(devices))
     while True:
-        target.follow(receive(target.device))
+        one = receive(target.device)
+        try:
+            target.follow(one)
+        except torch.OutOfMemoryError:
+            raise
+        except (Unpackable, RuntimeError, ValueError, TypeError) as error:  # so does the worker, and tries another way
+            log.info("share %d of the target: %s", rank, first_line(error))
 
 
 if __name__ == "__main__":

@@ -162,6 +162,18 @@ def tiny_config(kind: str):
         )
     if kind == "gemma2":
         return transformers.Gemma2Config(**common, head_dim=16, query_pre_attn_scalar=16, sliding_window=16)
+    if kind == "phi3":
+        return transformers.Phi3Config(
+            **common,
+            original_max_position_embeddings=64,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 64,
+            },
+        )
     if kind == "gpt_oss":
         return transformers.GptOssConfig(
             **common,
@@ -198,7 +210,7 @@ def tiny_config(kind: str):
 @pytest.fixture(scope="session")
 def make_tiny_target(tmp_path_factory, tiny_tokenizer_dir) -> Callable[[str], Path]:
     """make_tiny_target(kind) -> folder of a random float32 target with its tokenizer; kind is llama, qwen3,
-    mistral, qwen3_moe, gemma2, gemma3, gpt_oss, qwen3_5 or qwen3_next. Made once a session."""
+    mistral, qwen3_moe, gemma2, gemma3, gpt_oss, phi3, qwen3_5 or qwen3_next. Made once a session."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:

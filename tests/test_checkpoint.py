@@ -232,6 +232,23 @@ def test_resuming_an_older_one_sets_the_newer_aside(root: Path):
     assert ck.newest_complete(root)[0] == ck.step_folder(root, 1)
 
 
+def test_what_was_just_written_is_kept_beside_a_newer_one_whose_damage_only_reading_shows(root: Path):
+    for step in (100, 200):
+        ck.write_checkpoint(root, state(step), writer(step))
+    damaged = ck.step_folder(root, 200) / ck.MODEL
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    found, skipped = ck.newest_complete(root)
+    assert found == ck.step_folder(root, 100) and len(skipped) == 1
+    keeper = ck.Checkpointer(root, keep_last=1, keep_best=False)
+    keeper.save(state(150), writer(150))
+    outcome = keeper.wait(60)
+    assert outcome is not None and not outcome.error
+    assert ck.newest_complete(root)[0] == ck.step_folder(root, 150)
+    keeper.close()
+
+
 def test_background_writer_reports_each_outcome_once(root: Path):
     keeper = ck.Checkpointer(root, keep_last=2, keep_best=False)
     for step in (1, 2, 3):

@@ -194,7 +194,7 @@ def test_errors_of_many_layers_do_not_keep_a_mixture_from_being_packed(tmp_path,
     target._use("alone")
     alone = run_layers(target, rows)
     errors = [float((packed[n] - alone[n]).float().norm() / alone[n].float().norm()) for n in packed]
-    assert errors[0] < 0.01 and errors[-1] > 0.2, "the check would have told nothing of the last layer's states"
+    assert errors[0] < 0.01 and errors[-1] > 0.12, "the check would have told nothing of the last layer's states"
 
 
 def test_a_target_of_linear_layers_alone_packs_as_well(make_tiny_target, stand_in):

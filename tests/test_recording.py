@@ -131,10 +131,26 @@ def test_another_worker_reads_what_one_has_recorded_meanwhile(make):
 def test_states_of_another_kind_are_not_taken(make):
     source, _ = make()
     run_batch(source, ROWS[0])
-    for change in ({"target": "other"}, {"layer_ids": (1, 5)}, {"dtype": "bfloat16", "hidden_size": 16}):
+    dtype = {"dtype": "bfloat16", "hidden_size": 16}
+    for change in ({"target": "other"}, {"layer_ids": (1, 5)}, dtype, {"computed": "fp8"}):
         _, target = made = make(kind=StateKind(**{**vars(KIND), **change}))
         run_batch(made[0], ROWS[0])
         assert target.batches == 1, change
+
+
+def test_how_the_target_computes_is_part_of_the_kind():
+    """In the dtype that is recorded or another one, in fp8 or not."""
+    from drafting import INFO, make_run
+
+    def kind(dtype: str, payload: str = "full", fp8: bool = False) -> str:
+        stream = {"token_budget": 512, "payload": payload}
+        target = {"path": "nowhere", "dtype": dtype, "fp8": fp8}
+        return StateKind.of(make_run(target=target, stream=stream), INFO, [1, 3]).name
+
+    plain = kind("bfloat16")
+    assert plain == kind("bfloat16") and plain != kind("float16")
+    names = [kind("bfloat16", "fp8"), kind("float16", "fp8"), kind("bfloat16", fp8=True), kind("bfloat16", "fp8", True)]
+    assert len({plain, *names}) == 5
 
 
 def files(tmp_path: Path, suffix: str) -> list[Path]:

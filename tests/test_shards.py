@@ -60,8 +60,10 @@ def peer(tmp_path, batch):
 
 @needs_accelerate
 @pytest.mark.slow
-def test_two_processes_give_the_states_of_one(make_tiny_target, peer, batch, tmp_path):
-    folder = make_tiny_target("qwen3")
+@pytest.mark.parametrize(("kind", "mode"), [("qwen3", "packed"), ("gemma2", "padded")])
+def test_two_processes_give_the_states_of_one(make_tiny_target, peer, batch, tmp_path, kind, mode):
+    """Also of a target that cannot be packed: what one process tries and finds so, the other finds as well."""
+    folder = make_tiny_target(kind)
     done = peer(run_file(folder))
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "batch.npz")
@@ -72,9 +74,9 @@ def test_two_processes_give_the_states_of_one(make_tiny_target, peer, batch, tmp
         states[plane, first : first + len(part)] = part
 
     target.forward_states(torch.from_numpy(batch[0]), batch[1].tolist(), LAYER_IDS, sink)
-    assert found["mode"] == "packed"
-    for mode in ("packed", "padded"):
-        recorded = torch.from_numpy(found[mode]).view(len(LAYER_IDS), -1, 64)
+    assert found["mode"] == mode
+    for way in ("packed", "padded") if mode == "packed" else ("padded",):
+        recorded = torch.from_numpy(found[way]).view(len(LAYER_IDS), -1, 64)
         torch.testing.assert_close(recorded, states, rtol=1e-4, atol=1e-4)
     assert not list((tmp_path / "runtime" / "toy").glob("shards-*"))
 

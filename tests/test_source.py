@@ -1,5 +1,7 @@
 """What a rank refuses, and how it asks, takes, frees and lists: a real ring, and a feed that the test plays."""
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,6 +13,7 @@ import pytest
 import zmq
 from paceline.common import wire
 from paceline.common.batch import BatchId, Kind
+from paceline.common.errors import PacelineError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.plan import Plan
 from paceline.common.record import RecordMeta, max_rows, slot_bytes, write_meta
@@ -336,6 +339,23 @@ def test_worker_refused_in_a_row_ends_the_run_by_name(
         refuse_next(feed, ring, index, commit(ring, meta), train(0))
     with pytest.raises(BadWorker, match=r"3 records in a row from worker w0 .*fingerprint"):
         source.next((Kind.TRAIN, 0))
+
+
+def test_a_ring_that_cannot_be_mapped_ends_the_run(
+    source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows, monkeypatch: pytest.MonkeyPatch
+):
+    """Refused, the record would keep its slot, as there is no ring to free it in: the worker's last one, some day."""
+
+    def too_many(path: Path) -> RingReader:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(RingReader, "open", too_many)
+    meta = make_meta(plan, rows, train(0))
+    want = feed.expect(wire.RankWant)
+    give(feed, ring, want, commit(ring, meta), train(0))
+    with pytest.raises(PacelineError, match=r"of worker w0 cannot be mapped: \[Errno 24\] Too many open files"):
+        source.next((Kind.TRAIN, 0))
+    assert [view.state for view in ring.states()].count(SlotState.READY) == 1, "a later run finds it"
 
 
 def test_slot_that_is_no_longer_the_record(source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows):

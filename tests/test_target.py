@@ -105,7 +105,8 @@ def test_packed_rows_do_not_see_each_other(make_tiny_target, kind):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("layer", [0, 1, 3])
-def test_a_leak_that_only_the_states_show_is_found_in_any_layer(make_tiny_target, layer, kind, caplog):
+@pytest.mark.parametrize("width", [2, 3])  # with 2 only the first token of a row sees another row
+def test_a_leak_that_only_the_states_show_is_found_in_any_layer(make_tiny_target, layer, kind, width, caplog):
     """A recurrent mixer that no config mentions: its state runs on from row to row."""
     caplog.set_level("INFO", "paceline")
     target = Target.load(str(make_tiny_target(kind)), dtype="float32")
@@ -117,27 +118,55 @@ def test_a_leak_that_only_the_states_show_is_found_in_any_layer(make_tiny_target
 
         def forward(self, hidden_states, **kwargs):
             output, weights = self.inner(hidden_states=hidden_states, **kwargs)
-            before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]  # a convolution over two tokens
-            return output + 0.5 * before + 0.5 * nn.functional.pad(before, (0, 0, 1, 0))[:, :-1], weights
+            for _ in range(width - 1):
+                hidden_states = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+                output = output + 0.5 * hidden_states
+            return output, weights
 
     target.layers[layer].self_attn = Leaky(target.layers[layer].self_attn)
     target.self_check()
-    assert target.mode == "padded" and f"what layer {layer} adds differs from a row's alone by 0." in caplog.text
+    assert target.mode == "padded" and f"what layer {layer} adds" in caplog.text
 
 
+@pytest.mark.parametrize("token", [3, 10, 50])  # among the first of a row, in the middle, in another row
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_states_that_are_no_numbers_are_no_small_error(make_tiny_target, kind, caplog):
+def test_states_that_are_no_numbers_are_no_small_error(make_tiny_target, kind, token, caplog):
     """A mixture's tokens with the largest errors are left out, but not those."""
     caplog.set_level("INFO", "paceline")
     target = Target.load(str(make_tiny_target(kind)), dtype="float32")
 
     def spoil(module, args, output):
         if target.mode == "packed":
-            output[0][:, 3] = torch.nan
+            output[0][:, token : token + 1] = torch.nan
 
     target.layers[2].get_submodule("self_attn").register_forward_hook(spoil)
     target.self_check()
     assert target.mode == "padded" and "what layer 2 adds differs from a row's alone by nan" in caplog.text
+
+
+def test_rows_that_change_the_rotary_embedding_of_others_run_alone(make_tiny_target, caplog):
+    """Phi-3's, by the longest row of a pass: a window of 64 tokens here."""
+    folder = make_tiny_target("phi3")
+    target = Target.load(str(folder), dtype="float32")
+    target.self_check(longest=64)
+    assert target.mode == "packed" and "rows run alone" not in caplog.text
+    tokens, cu_seqlens = batch(lengths=[40, 100])
+    packed, wanted = states_of(target, tokens, cu_seqlens, [3]), reference_states(folder, tokens, cu_seqlens, [3])
+    assert float((packed - wanted)[:, :40].norm() / wanted[:, :40].norm()) > 0.003, "which no check of short rows shows"
+    target.self_check(longest=65)
+    assert target.mode == "alone" and "rows of more than 64 tokens have another rotary embedding" in caplog.text
+    torch.testing.assert_close(states_of(target, tokens, cu_seqlens, [3]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_side_by_side_are_checked(tiny_target_dir):
+    target = Target.load(str(tiny_target_dir), dtype="float32")
+
+    def mix(module, args, output):
+        return output + 0.3 * (output.mean((0, 1), keepdim=True) - output.mean(1, keepdim=True))
+
+    target.layers[1].get_submodule("mlp").register_forward_hook(mix)
+    target.self_check(pack=False)
+    assert target.mode == "alone"
 
 
 def test_a_target_that_does_not_run_at_all_is_said_so_in_one_line(tiny_target_dir):

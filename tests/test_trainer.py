@@ -531,6 +531,7 @@ def test_damaged_checkpoint_is_passed_over(job: Job, undisturbed: dict[str, floa
     (newest / ck.MANIFEST).unlink()
     output = finish(job, undisturbed)
     assert f"passing over checkpoint {newest}: manifest.json is missing" in output
+    assert f"a newer checkpoint is left aside: {newest.with_name('left-' + newest.name)}" in output
 
 
 def test_resume_from_an_older_checkpoint_leaves_the_newer_aside(job: Job, undisturbed: dict[str, float]):
