@@ -70,8 +70,8 @@ class Reference(NamedTuple):
         found = {}
         for layer, output in outputs.items():
             states = [part.to(self.device).float() for part in (output, wanted[layer], self.inputs[layer])]
-            rows = [[part[start:end] for part in states] for start, end in bounds]
-            found[layer] = _largest([_error(*row, spared) for row in rows])
+            rows = (tuple(part[start:end] for part in states) for start, end in bounds)
+            found[layer] = _largest([_error(one, other, given, spared) for one, other, given in rows])
         return found
 
 

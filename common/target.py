@@ -188,7 +188,7 @@ class Target:
             if spare:  # a row of its own, which nobody is given
                 tokens, cu_seqlens = nn.functional.pad(tokens, (0, spare)), [*cu_seqlens, count + spare]
             bounds = Boundaries(cu_seqlens, self.device)
-            padded = {layer: nn.functional.pad(states, (0, 0, 0, spare))[None] for layer, states in given.items()}
+            padded = {n: nn.functional.pad(s, (0, 0, 0, spare))[None] if spare else s[None] for n, s in given.items()}
             self._packed(
                 tokens, bounds, planes, lambda plane, out: sink(plane, out.reshape(-1, hidden)[:count], 0), padded
             )
