@@ -38,6 +38,13 @@ class RunState:
     def workers_alive(self) -> int:
         return sum(ring.alive for ring in self.rings)
 
+    @property
+    def bottleneck(self) -> str:
+        """By the trainer's count, unless all workers have just gone; empty if no trainer is up."""
+        if not self.alive:
+            return ""
+        return bottleneck(self.status if self.workers_alive else {**self.status, "workers": 0})
+
     def json(self) -> dict[str, Any]:
         """The object of `status --json`: status.json's keys, and what it cannot know."""
         return {
@@ -49,7 +56,7 @@ class RunState:
             "directory": None if self.directory is None else str(self.directory),
             "workers_alive": self.workers_alive,
             "checkpoint_age_s": _rounded(self.checkpoint_age_s),
-            "bottleneck": bottleneck(self.status) if self.alive else "",
+            "bottleneck": self.bottleneck,
             "rings": rings_json(self.name, self.rings)["rings"],
         }
 
@@ -181,8 +188,8 @@ def status_lines(state: RunState) -> list[tuple[str, str]]:
         lines.append(("progress", _progress(state)))
     if message := status.get("message"):
         lines.append(("says", message))
-    if state.alive and (waits := bottleneck(status)):
-        lines.append(("bottleneck", waits))
+    if state.bottleneck:
+        lines.append(("bottleneck", state.bottleneck))
     lines.append(("targets", _joined([_workers(state), *_part(status, "target_bps", "{:.2f} batches/s")])))
     if status:
         lines.append(("drafters", _drafters(status)))

@@ -167,7 +167,7 @@ def bottleneck(status: Mapping[str, Any]) -> str:
         waits = f"targets are the bottleneck: the trainer waits for hidden states {data:.0%} of its time"
         return f"{waits} ({_move(status) or 'add workers'})"
     if worker is not None and worker >= 0.1:
-        waits = f"drafters are the bottleneck: the workers wait for free slots {worker:.0%} of their time"
+        waits = f"drafters are the bottleneck: the workers wait {worker:.0%} of their time"
         return f"{waits} ({_move(status) or 'add ranks'})"
     return "balanced: neither side waits for the other"
 

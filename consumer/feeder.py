@@ -68,7 +68,7 @@ class WorkerStatus:
     slots: int
     produced: int  # records since its ring was made
     tokens_per_s: float
-    waited: float  # seconds since its start without a free slot or without work
+    waited: float | None  # seconds since its start without a free slot or without work; None until it has said so
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Feeder:
         self._routes[scan.worker] = route
         if speaks:
             if self._unknown(message):
-                self._waited[scan.worker] = 0.0
+                self._waited.pop(scan.worker, None)
             rate = None
             if isinstance(message, wire.Want):
                 rate, self._waited[scan.worker] = message.tokens_per_s, message.waited
@@ -425,7 +425,7 @@ class Feeder:
                     slots=len(scan.slots),
                     produced=scan.produced,
                     tokens_per_s=hint.tokens_per_s if hint and connected else 0.0,
-                    waited=self._waited.get(scan.worker, 0.0),
+                    waited=self._waited.get(scan.worker),
                 )
             )
         return FeedSnapshot(state.phase, tuple(workers), tuple(state.waiting_ranks), asdict(state.counters))

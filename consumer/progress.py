@@ -14,6 +14,7 @@ from .feeder import FeedSnapshot
 
 _AVERAGED = ("loss", "acc", "tau", "wait_data", "wait_gpu", "wait_ranks", "reduce_share")
 _REMEMBER_S = 300.0  # rates and the time left are of so many seconds
+_WAITS_S = 60.0  # what the workers wait is of so many: it says who is the bottleneck now, whoever was here before
 
 
 class Progress:
@@ -32,13 +33,14 @@ class Progress:
         status_path: Path,
     ):
         self._plan, self._metrics, self._path = plan, metrics, status_path
-        self._began = time.monotonic()
+        self._began = self._ended = time.monotonic()
         self._window: list[tuple[float, dict[str, Any]]] = []  # training phases of late, with when they ended
         self._since_line: list[dict[str, Any]] = []
-        self._made: list[tuple[float, int, float]] = []  # when, records produced, worker seconds waited
+        self._made: list[tuple[float, int]] = []  # when, records produced
+        self._waits: list[tuple[float, float, float]] = []  # when, worker seconds waited, worker seconds
         self._produced: dict[str, int] = {}
         self._waited: dict[str, float] = {}
-        self._total_made, self._total_waited = 0, 0.0
+        self._total_made, self._total_waited, self._total_present = 0, 0.0, 0.0
         self.status: dict[str, Any] = {
             "run": name,
             "ranks": ranks,
@@ -63,9 +65,14 @@ class Progress:
         first, past = self._plan.first_step(epoch), self._plan.first_step(epoch + 1)
         return epoch + (step - first) / (past - first)
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last phase ended, or since the start."""
+        return time.monotonic() - self._ended
+
     def phase(self, kind: Kind, number: int, values: dict[str, Any], listed: Mapping[str, str]) -> None:
         """Note a complete phase: metrics.jsonl gets all of it."""
-        now = time.monotonic()
+        now = self._ended = time.monotonic()
         values = {"epoch": self._epoch(number + (kind is Kind.TRAIN)), **values, "listed": len(listed)}
         if listed:
             values["listed_batches"] = [f"{batch}: {reason}" for batch, reason in listed.items()]
@@ -83,15 +90,23 @@ class Progress:
 
     def feed(self, snapshot: FeedSnapshot) -> None:
         """Note what the workers do now."""
+        now = time.monotonic()
+        since = now - self._waits[-1][0] if self._waits else 0.0
         for worker in snapshot.workers:
             # A ring made anew counts from 0 again, and so does a restarted worker's waiting.
-            made, waited = self._produced.get(worker.worker, worker.produced), self._waited.get(worker.worker, 0.0)
+            made = self._produced.get(worker.worker, worker.produced)
             self._total_made += max(0, worker.produced - made)
-            self._total_waited += max(0.0, worker.waited - waited)
-            self._produced[worker.worker], self._waited[worker.worker] = worker.produced, worker.waited
-        now = time.monotonic()
+            self._produced[worker.worker] = worker.produced
+            before = self._waited.get(worker.worker)
+            if worker.alive and worker.waited is not None and before is not None:
+                self._total_waited += max(0.0, worker.waited - before)
+                self._total_present += since
+        # What a worker waited before it spoke to this trainer is none of this trainer's.
+        self._waited = {one.worker: one.waited for one in snapshot.workers if one.waited is not None}
         self._made = [one for one in self._made if now - one[0] <= _REMEMBER_S]
-        self._made.append((now, self._total_made, self._total_waited))
+        self._made.append((now, self._total_made))
+        self._waits = [one for one in self._waits if now - one[0] <= _WAITS_S]
+        self._waits.append((now, self._total_waited, self._total_present))
         alive = sum(worker.alive for worker in snapshot.workers)
         self.status |= {
             "workers": alive,
@@ -103,8 +118,11 @@ class Progress:
         first, seconds = self._made[0], now - self._made[0][0]
         if seconds > 1:
             self.status["target_bps"] = (self._total_made - first[1]) / seconds
-            if alive:
-                self.status["worker_wait"] = min(1.0, (self._total_waited - first[2]) / seconds / alive)
+        _, waited, present = self._waits[0]
+        if self._total_present - present > 1:
+            self.status["worker_wait"] = min(1.0, (self._total_waited - waited) / (self._total_present - present))
+        else:
+            self.status.pop("worker_wait", None)
 
     def _rates(self) -> None:
         """Rates and time left over the last minutes; one phase gives them too."""

@@ -70,6 +70,7 @@ EXTEND_SECONDS = 15.0
 _TICK = 0.25
 _FEED_SILENCE = 30.0  # a turn of the feed takes milliseconds
 _SAVING_SILENCE = 10.0  # rank 0 says each second that it is saving
+_WAITS_AFTER = 2.0  # seconds without a step, after which a trainer that is found waiting is said to wait
 
 log = logging.getLogger(__name__)
 
@@ -448,7 +449,7 @@ class Trainer:
             state = "saving"
         elif "starting" in states:
             state = "starting"
-        elif states <= {"data", "gather"}:
+        elif states <= {"data", "gather"} and self._progress.quiet_s > _WAITS_AFTER:
             state = "waiting"
         else:
             phase = feeder.snapshot().phase
