@@ -148,6 +148,16 @@ def rank_lock(run: "RunFile", rank: int) -> Path:
     return run_dir(run.name) / f"rank-{rank}.lock"
 
 
+def trainer_lock(run: "RunFile") -> Path:
+    """Held by the trainer that writes into the run's output folder, whatever the run is called."""
+    return output_dir(run) / "trainer.lock"
+
+
+def output_lock(run: "RunFile") -> Path:
+    """Held by the `paceline up` whose run writes into the output folder."""
+    return output_dir(run) / "up.lock"
+
+
 def up_lock(run: "RunFile") -> Path:
     """Held by the run's supervisor (`paceline up`) for life."""
     return run_dir(run.name) / "up.lock"

@@ -228,7 +228,9 @@ class DrafterSettings(Section):
         default=None,
         description="Row of the target's embedding that marks a masked slot; a token that data never uses",
     )
-    hidden_act: str = Field(default="silu", description="Activation of the draft layers")
+    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"] = Field(
+        default="silu", description="Activation of the draft layers; engines are tried with silu alone"
+    )
     intermediate_size: PositiveInt | None = Field(
         default=None, description="MLP width; default: the target's, in a mixture what a token passes"
     )

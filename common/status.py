@@ -177,6 +177,12 @@ def _heading(state: RunState) -> tuple[str, str]:
     return said, "green" if said in ("training", "evaluating", "saving") else "yellow"
 
 
+def _in_one_line(message: str) -> str:
+    """Of a process's last lines the last: the log has the others."""
+    first, *others = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    return f"{first} {others[-1]}" if others else first
+
+
 def _workers(state: RunState) -> str:
     return _count(state.workers_alive, "worker") + " up"
 
@@ -187,7 +193,7 @@ def status_lines(state: RunState) -> list[tuple[str, str]]:
     if status:
         lines.append(("progress", _progress(state)))
     if message := status.get("message"):
-        lines.append(("says", message))
+        lines.append(("says", _in_one_line(message)))
     if state.bottleneck:
         lines.append(("bottleneck", state.bottleneck))
     lines.append(("targets", _joined([_workers(state), *_part(status, "target_bps", "{:.2f} batches/s")])))

@@ -638,12 +638,16 @@ def up(
     run = load(run_path, overrides)
     arguments = [str(run_path), *(part for text in overrides for part in ("--set", text))]
     logs = _log_folder(run)
-    lock = FileLock(paths.up_lock(run), f"paceline up of run {run.name}")
-    if not lock.acquire():
-        raise PacelineError(f"run {run.name} is already up: {held_by(lock.path)}")
-    with lock:
-        if holder := held_by(paths.consumer_lock(run)):
-            raise PacelineError(f"run {run.name} already has a trainer: {holder}")
+    with contextlib.ExitStack() as held:
+        # Also the output folder: a run of another name would write into this one's logs, and retry in vain.
+        for path, what in ((paths.up_lock(run), f"run {run.name}"), (paths.output_lock(run), f"output {run.output}")):
+            lock = FileLock(path, f"paceline up of run {run.name}")
+            if not lock.acquire():
+                raise PacelineError(f"{what} is already up: {held_by(path)}")
+            held.callback(lock.release)
+        for path, what in ((paths.consumer_lock(run), f"run {run.name}"), (paths.trainer_lock(run), run.output)):
+            if holder := held_by(path):
+                raise PacelineError(f"{what} already has a trainer: {holder}")
 
         def child(name: str, verb: str, *more: str) -> Child:
             return Child(name, command(verb, [*arguments, *more]), logs / f"{name}.log")

@@ -22,7 +22,7 @@ from ..common.errors import ConfigError, PacelineError
 from ..common.plan import Plan, plan_from
 from ..common.rows import Rows
 from ..common.runfile import RunFile
-from .checkpoint import damage, load_state
+from .checkpoint import load_state, whole_checkpoint
 from .ledger import Ledger, LedgerInvalid
 
 _SHOWN = 12  # listed batches on the screen; `--json` has all
@@ -107,11 +107,7 @@ def audit(checkpoint: str | Path, rows: Rows | None = None) -> AuditReport:
         PacelineError: the checkpoint is incomplete.
         ConfigError: the prepared rows are not there any more, or are others.
     """
-    path = Path(checkpoint)
-    if not path.is_dir():
-        raise PacelineError(f"{path}: there is no such checkpoint folder")
-    if reason := damage(path):
-        raise PacelineError(f"{path} is no complete checkpoint: {reason}")
+    path = whole_checkpoint(Path(checkpoint))
     state = load_state(path)
     run = _run_file(path, state.run)
     rows = rows if rows is not None else _rows_of(run)

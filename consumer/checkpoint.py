@@ -139,6 +139,22 @@ def newest_complete(root: Path) -> tuple[Path | None, tuple[Skipped, ...]]:
     return None, tuple(skipped)
 
 
+def whole_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` names (`find_checkpoint`), all of whose bytes are as they were written.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or something else.
+    """
+    path = find_checkpoint(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such checkpoint folder")
+    if not _NAME.fullmatch(path.name) and not any((path / name).exists() for name in (STATE, MANIFEST)):
+        raise CheckpointError(f"{path} is no checkpoint: it has neither {STATE} nor {MANIFEST}")
+    if reason := damage(path):
+        raise CheckpointError(f"{path} is no complete checkpoint: {reason}")
+    return path
+
+
 def damage(path: Path, *, read: bool = True) -> str | None:
     """What is wrong with checkpoint `path`, or None if it is complete. `read=False` compares sizes only."""
     try:

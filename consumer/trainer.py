@@ -40,7 +40,17 @@ from ..common.rows import Rows
 from ..common.runfile import RunFile
 from ..common.telemetry import Metrics
 from .audit import check_ledger
-from .checkpoint import CheckpointState, damage, load_state, newest_complete, prune, set_aside_newer, step_folder, sweep
+from .checkpoint import (
+    CheckpointError,
+    CheckpointState,
+    load_state,
+    newest_complete,
+    prune,
+    set_aside_newer,
+    step_folder,
+    sweep,
+    whole_checkpoint,
+)
 from .describe import RunFacts, describe_apart
 from .feed import Phase
 from .feeder import Feeder
@@ -141,8 +151,8 @@ class Start:
 def _claim(run: RunFile, stack: ExitStack) -> None:
     """Take the run's locks, and wait until no rank of an earlier trainer is alive."""
     who = f"trainer of run {run.name}"
-    output = paths.output_dir(run) / "trainer.lock"
-    for path, what in ((paths.consumer_lock(run), f"run {run.name}"), (output, f"output folder {run.output}")):
+    places = ((paths.consumer_lock(run), f"run {run.name}"), (paths.trainer_lock(run), f"output folder {run.output}"))
+    for path, what in places:
         lock = FileLock(path, who)
         if not lock.acquire():
             raise PacelineError(f"{what} has a trainer already: {held_by(path)}")
@@ -196,11 +206,10 @@ def _find_checkpoint(run: RunFile, resume: str | None) -> Path | None:
     sweep(root)
     if resume is not None and resume != "auto":
         path = Path(resume)
-        path = path if path.is_dir() or not resume.isdigit() else step_folder(root, int(resume))
-        reason = damage(path) if path.is_dir() else "there is no such folder"
-        if reason is not None:
-            raise ConfigError(f"cannot resume from {path}: {reason}")
-        return path
+        try:
+            return whole_checkpoint(path if path.is_dir() or not resume.isdigit() else step_folder(root, int(resume)))
+        except CheckpointError as error:
+            raise ConfigError(f"cannot resume: {error}") from None
     found, skipped = newest_complete(root)
     for one in skipped:
         print(f"passing over checkpoint {one.path}: {one.reason}", flush=True)

@@ -168,6 +168,22 @@ def test_incomplete_checkpoint_is_refused(tmp_path: Path, run: RunFile, rows: Ro
         audit(tmp_path / "nowhere")
 
 
+def test_the_newest_may_be_named_so_and_other_folders_are_said_to_be_no_checkpoint(
+    tmp_path: Path, run: RunFile, rows: Rows, plan: Plan
+):
+    path = write(tmp_path, run, rows, plan, 0, Ledger().to_json())
+    assert audit(path.parent / "newest").checkpoint == str(path)
+    (tmp_path / "output" / "checkpoints").mkdir(parents=True)
+    path.rename(tmp_path / "output" / "checkpoints" / path.name)
+    assert audit(tmp_path / "output" / "newest").clean
+    with pytest.raises(PacelineError, match=r"holds checkpoints: name one of them, or .*/best or .*/newest"):
+        audit(tmp_path / "output")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / ck.MODEL).touch()
+    with pytest.raises(PacelineError, match=r"export is no checkpoint: it has neither state\.json nor manifest\.json"):
+        audit(tmp_path / "export")
+
+
 def test_needs_no_torch(tmp_path: Path, run: RunFile, rows: Rows, plan: Plan):
     path = write(tmp_path, run, rows, plan, 0, Ledger().to_json())
     code = "import sys; from paceline.consumer.audit import audit; r = audit(sys.argv[1]); "

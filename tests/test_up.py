@@ -240,6 +240,20 @@ def test_one_supervisor_and_one_trainer_a_run(run_path: Path) -> None:
             up(run_path, command=Scripts(), policy=QUICK)
 
 
+def test_one_run_an_output_folder_whatever_it_is_called(run_path: Path, tmp_path: Path) -> None:
+    """Else its trainer is refused after all is prepared, and its lines stand in the other run's logs."""
+    other = run_path.with_name("other.toml")
+    other.write_text(run_path.read_text().replace('name = "t"', 'name = "other"'))
+    run, logs = load(run_path), paths.log_dir(load(run_path))
+    for path, who in ((paths.output_lock(run), "paceline up of run t"), (paths.trainer_lock(run), "trainer of run t")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path, who) as lock:
+            assert lock.acquire()
+            with pytest.raises(PacelineError, match=rf"out.* already .*: {who} \(pid {os.getpid()}\)"):
+                up(other, command=Scripts(), policy=QUICK)
+    assert not list(logs.glob("*.log"))
+
+
 def test_an_output_folder_that_cannot_be(run_path: Path) -> None:
     (run_path.parent / "out").write_text("a file")
     with pytest.raises(ConfigError, match="output: cannot make folder"):
