@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import paths
 from .doctor import Check, failed, leftovers
@@ -147,12 +147,20 @@ def _mask_token(run: "RunFile") -> Iterator[Check]:
         yield Check(
             "mask token", "FAIL", "drafter.mask_token_id is not set", "name a token of the target that data never use"
         )
+    rows, mask = config_value(run.target.path, "vocab_size", int), run.drafter.mask_token_id
+    if rows and mask is not None and mask >= rows:
+        text = f"drafter.mask_token_id = {mask} is outside the target's {rows} embedding rows"
+        yield Check("mask token", "FAIL", text, "name a token of the target that data never use")
 
 
 def _start(run: "RunFile") -> Iterator[Check]:
     """The drafter to start from, where it is to be on this machine; the trainer looks whether it fits."""
-    from .runfile import INIT_KINDS
+    from .runfile import COPYABLE, INIT_KINDS
 
+    kind = config_value(run.target.path, "model_type", str)
+    if run.drafter.init_from == "target" and kind is not None and kind not in COPYABLE:
+        text = f'drafter.init_from = "target": layers of a {kind} target are of another kind'
+        yield Check("first weights", "FAIL", text, 'use drafter.init_from = "random"')
     name = run.drafter.init_from
     path = Path(name).expanduser()
     if name in INIT_KINDS or not (path.is_absolute() or path.exists()):
@@ -224,6 +232,16 @@ def hidden_size_of(path: str) -> int | None:
     local = Path(path).expanduser()
     if local.is_file():
         return _gguf_hidden_size(local)
+    size = config_value(path, "hidden_size", int)
+    return size if size is not None and size > 0 else None
+
+
+Kind = TypeVar("Kind", int, str)
+
+
+def config_value(path: str, key: str, kind: type[Kind]) -> Kind | None:
+    """A value of a target's config.json, in a folder or the hub's cache: of its decoder, if it has parts."""
+    local = Path(path).expanduser()
     config = local / "config.json" if local.is_dir() else _hub_file(path, "config.json")
     if config is None:
         return None
@@ -232,8 +250,8 @@ def hidden_size_of(path: str) -> int | None:
     except (OSError, ValueError):
         return None
     for part in (values.get("text_config"), values) if isinstance(values, dict) else ():
-        if isinstance(part, dict) and isinstance(size := part.get("hidden_size"), int) and size > 0:
-            return size
+        if isinstance(part, dict) and isinstance(found := part.get(key), kind):
+            return found
     return None
 
 

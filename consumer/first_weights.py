@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..common.errors import ConfigError
+from ..common.runfile import COPYABLE
 from ..common.target_info import TargetInfo
 from .drafter import Drafter, DrafterConfig, blank_drafter
 
@@ -78,7 +79,6 @@ LAYER_TENSORS = (
     "mlp.up_proj.weight",
     "mlp.down_proj.weight",
 )
-COPYABLE = ("llama", "mistral", "qwen3")  # model types whose layers a Qwen3 layer can take over
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")  # absent in Llama and others without them
 
 

@@ -41,7 +41,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_path(tmp_path: Path) -> Path:
     target = tmp_path / "target"
     target.mkdir()
-    (target / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 64}}))
+    (target / "config.json").write_text(
+        json.dumps({"model_type": "gpt_oss", "text_config": {"hidden_size": 64, "vocab_size": 512}})
+    )
     (target / "model.safetensors").write_bytes(bytes(100))
     (tmp_path / "chat.jsonl").write_text("{}\n")
     path = tmp_path / "run.toml"
@@ -303,6 +305,8 @@ def test_rings_that_do_not_fit(run_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["data.files=['absent.jsonl']"], "data", "there is no"),
         (["data.files=['run.toml']"], "data", "no chat file by its name"),
         (["drafter.mask_token_id='none'"], "mask token", "is not set"),
+        (["drafter.mask_token_id=99999999"], "mask token", "is outside the target's"),
+        (["drafter.init_from=target"], "first weights", "layers of a gpt_oss target are of another kind"),
         (["drafter.init_from=/nowhere/drafter"], "first weights", "there is no folder /nowhere/drafter"),
         (["drafter.init_from=/nowhere/run/best"], "first weights", "there is no folder /nowhere/run"),
         (["workers.devices=['cuda:3']"], "devices", "torch sees 0 GPUs"),
