@@ -223,7 +223,7 @@ class _Wait:
         except NoSupervisor:
             raise PacelineError(f"run {self._run} ended meanwhile") from None
         if shown["stopping"]:
-            raise PacelineError(f"run {self._run} is stopping")
+            raise PacelineError(f"run {self._run} is stopping{': ' * bool(shown['why'])}{shown['why']}")
         if self._count is not None and shown["count"] != self._count:
             raise PacelineError(f"run {self._run} was scaled to {shown['count']} workers by someone else meanwhile")
         return shown

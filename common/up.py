@@ -201,6 +201,7 @@ class Supervisor:
         self._folder = paths.run_dir(run.name)
         self.active: list[Child] = []
         self.code: int | None = None  # set once the run is being ended
+        self._why = ""  # what a child said last before it failed
         self._kill_at = float("inf")
         self._term_workers_at = float("inf")
         self._alone_at = float("inf")  # when to say that no workers are left, unless the run ends by then
@@ -335,6 +336,7 @@ class Supervisor:
             "run": self.run_file.name,
             "count": self.wanted.count,
             "stopping": self.code is not None,
+            "why": self._why[:300],
             "trainer": {"state": self.trainer.state, "pid": self.trainer.pid, "ready": self.trainer.ready},
             "rings": str(paths.ring_dir(self.run_file)),
             "workers": workers,
@@ -506,6 +508,7 @@ class Supervisor:
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
+        self._why = lines[-1] if lines else text
         self.view.failure(child, text, lines[-8:])
 
     def _restart_due(self) -> None:

@@ -243,7 +243,11 @@ def test_another_number_of_ranks_on_a_live_run(live: Live, capsys: pytest.Captur
         assert len(live.metrics()[-1]["rank_records"]) == ranks
     assert live.pids() == workers
     assert live.steps() == list(range(1, len(live.steps()) + 1)), "each step once, none undone"
-    stopped(live, capsys)
+    live.settings["trainer"]["seed"] = 5
+    live.path.write_text(to_toml(live.run))
+    assert main(["restart", "live"]) == 1
+    assert re.search(r"run live (is stopping: .*seed.*|ended meanwhile)", capsys.readouterr().err)
+    live.wait_for(lambda: not live.pids())
 
 
 # The parts ------------------------------------------------------------------------------------------------------------
