@@ -151,7 +151,7 @@ def init(
     if suggest_mask_token(target) is None:
         click.echo(f"set drafter.mask_token_id in it, then: paceline up {path}")
     else:
-        click.echo(f"next: paceline up {path}")
+        click.echo(f"next: paceline doctor {path}, which looks whether all is there; then paceline up {path}")
 
 
 cli.add_command(regenerate)
