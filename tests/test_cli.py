@@ -169,7 +169,8 @@ def test_audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_init(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "my.toml", "--target", "Qwen/Qwen3-8B", "--gpus", "4"]) == 0
-    assert capsys.readouterr().out == "wrote my.toml\nnext: paceline doctor my.toml, which looks whether all is there; then paceline up my.toml\n"
+    said = "next: paceline doctor my.toml, which looks whether all is there; then paceline up my.toml"
+    assert capsys.readouterr().out == f"wrote my.toml\n{said}\n"
     assert "3-1 (3 target workers, 1 trainer rank), 4 GPUs" in Path("my.toml").read_text()
     code, error = fail(capsys, "init", "my.toml", "--target", "t")
     assert code == 78 and "--force replaces it" in error
