@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +74,8 @@ def make_folder(folder: Path, setting: str = "", *, writable: bool = False) -> P
         hint = _UNIT_HINT if error.errno == errno.EROFS and "NOTIFY_SOCKET" in os.environ else ""
         raise ConfigError(f"{setting}cannot make folder {folder}: {error.strerror}{hint}") from None
     if writable:
+        import tempfile
+
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
