@@ -72,7 +72,8 @@ def make_folder(folder: Path, setting: str = "", *, writable: bool = False) -> P
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         hint = _UNIT_HINT if error.errno == errno.EROFS and "NOTIFY_SOCKET" in os.environ else ""
-        raise ConfigError(f"{setting}cannot make folder {folder}: {error.strerror}{hint}") from None
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"{setting}cannot make folder {folder}: {reason}{hint}") from None
     if writable:
         import tempfile
 

@@ -116,7 +116,7 @@ def write_drafter(
     out: Path, config: dict[str, Any], tensors: dict[str, Tensor], source: dict[str, Any], *, card: str = ""
 ) -> None:
     """Makes the folder `out` under a temporary name, reads it back and renames it. config: `config_values`."""
-    make_folder(out.parent)
+    make_folder(out.parent, "OUT: ")
     made = out.with_name(f".{out.name}.new-{os.getpid()}")
     shutil.rmtree(made, ignore_errors=True)
     try:
@@ -129,7 +129,7 @@ def write_drafter(
         read_tensors(made, read_config(made))
         made.rename(out)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot write it: {error.strerror}") from error
+        raise ConfigError(f"OUT: cannot write {out}: {error.strerror}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

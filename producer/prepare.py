@@ -153,6 +153,8 @@ def prepare(
             _remove_leftovers(folder, FileLock(lock, who))
         return _report(folder, meta, paths, cached=True)
     make_folder(store, "PACELINE_CACHE: ", writable=True)
+    if out is not None:
+        make_folder(out.parent, "--out: ", writable=True)
     with wait_for_lock(lock, who, waiting):
         if folder.parent == store:  # only holders of this lock write there
             remove_scratch(folder)

@@ -206,4 +206,4 @@ def test_a_folder_that_cannot_be_made_is_one_line(
     saved = checkpoint(tmp_path / "run", init_drafter(config(), seed=1))
     assert main(["export", str(saved), out]) == 78
     error = capsys.readouterr().err
-    assert error.startswith("paceline: ") and "cannot" in error and error.count("\n") == 1
+    assert error.startswith("paceline: ") and "OUT: cannot " in error and error.count("\n") == 1

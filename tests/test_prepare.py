@@ -513,7 +513,7 @@ def test_files_and_folders_that_do_not_fit(tmp_path, chat_file, tiny_tokenizer_d
 def test_a_folder_that_cannot_be_made(tmp_path, chat_file, tiny_tokenizer_dir, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    with pytest.raises(ConfigError, match=r"cannot make folder|is not a folder|File name too long"):
+    with pytest.raises(ConfigError, match=r"--out: cannot|cannot make folder x|is not a folder|File name too long"):
         prepare([chat_file], target=str(tiny_tokenizer_dir), out=Path(out), cache=tmp_path / "cache", processes=1)
     with pytest.raises(ConfigError, match="PACELINE_CACHE: cannot make folder"):
         prepare([chat_file], target=str(tiny_tokenizer_dir), cache=Path("file"), processes=1)
