@@ -193,7 +193,7 @@ def bench_pipeline(
     gpus = gpu_count()
     for workers, ranks in found:
         place(workers, ranks, gpus)
-    folder.mkdir(parents=True, exist_ok=True)
+    paths.make_folder(folder, "--out: ", writable=True)
     model = model_folder(folder, target)
     rows = write_rows(folder / "rows", model, options)
     alone: dict[str, float] = {}

@@ -93,7 +93,7 @@ def bench_live(
         raise UsageError("--live changes the topology: give two --topology at least")
     gpus = bench.gpu_count()
     places = [place_live(workers, ranks, gpus) for workers, ranks in found]
-    folder.mkdir(parents=True, exist_ok=True)
+    paths.make_folder(folder, "--out: ", writable=True)
     model = bench.model_folder(folder, target)
     rows = bench.write_rows(folder / "rows", model, options)
     # Each rank of every topology gets as many batches of a step; a checkpoint is bound to their number.
@@ -119,7 +119,8 @@ def bench_live(
                 phase.plan = against_plan(its, alone, phase)
             show(report, console)
             if picture is not None:
-                draw(report, picture)
+                with paths.writing(picture):
+                    draw(report, picture)
                 console.print(f"{picture}: context tokens/s over time")
         report.write()
     if not report.whole:

@@ -6,7 +6,6 @@ of paceline and shows its traceback. PACELINE_DEBUG=1 shows every traceback.
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from . import __version__
 from .cli_bench import bench, plan
 from .cli_data import prepare, regenerate
 from .cli_drafter import evaluate, export
-from .cli_shared import json_option, load_run, run_argument, set_option
+from .cli_shared import Device, Number, json_option, load_run, run_argument, set_option
 from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -177,15 +176,15 @@ def up(run_path: Path, overrides: tuple[str, ...], resume: str | None, plain: bo
 @cli.command()
 @_run_or_instance_argument
 @click.option("--worker", type=click.IntRange(min=0), default=0, show_default=True, help="Which worker this is.")
-@click.option("--device", metavar="NAME", help="cpu or cuda:N. Default: where the run file puts it.")
+@click.option(
+    "--device", metavar="NAME", type=Device(elsewhere=True), help="cpu or cuda:N. Default: where the run file puts it."
+)
 @_instance_option
 @set_option
 def producer(
     run_path: Path | None, worker: int, device: str | None, instance: str | None, overrides: tuple[str, ...]
 ) -> int:
     """Run one target worker in the foreground."""
-    if device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
-        raise UsageError(f"--device {device}: cpu, cuda or cuda:N was expected")
     if instance is not None:
         from .units import split_instance
 
@@ -276,7 +275,7 @@ def _live_run(run: str) -> str:
 @click.option(
     "--interval",
     metavar="SECONDS",
-    type=click.FloatRange(min=0.1),
+    type=Number(min=0.1),
     default=1.0,
     show_default=True,
     help="Between two pictures of --watch.",
@@ -298,11 +297,14 @@ def rings(run: str | None, watch: bool, interval: float, picture: Path | None, a
         raise UsageError("--watch and --json do not go together")
     if picture is not None and not watch:
         raise UsageError("--svg goes with --watch")
+    given = click.get_current_context().get_parameter_source("interval")
+    if given is click.core.ParameterSource.COMMANDLINE and not watch:
+        raise UsageError("--interval goes with --watch")
     name, folder = _run_reference(run)
     if watch:
         _rings_watch(name, folder, interval, picture)
     elif as_json:
-        _rings_json(_ring_names(name, folder), folder)
+        _rings_json(name, folder)
     else:
         _rings_table(_ring_names(name, folder), folder)
 
@@ -313,12 +315,13 @@ def _ring_names(name: str | None, folder: Path) -> list[str]:
     return [name] if name is not None else runs_with_rings(folder)
 
 
-def _rings_json(names: list[str], folder: Path) -> None:
+def _rings_json(name: str | None, folder: Path) -> None:
+    """An object of the run named, else a list of one for every run that has rings."""
     from .inspect import read_rings, rings_json
 
-    if len(names) != 1:
-        raise UsageError(_which_run(names, folder))
-    click.echo(json.dumps(rings_json(names[0], read_rings(folder / names[0]))))
+    found = [(one, read_rings(folder / one)) for one in _ring_names(name, folder)]
+    objects = [rings_json(one, rings) for one, rings in found if rings or name is not None]
+    click.echo(json.dumps(objects[0] if name is not None else objects))
 
 
 def _rings_table(names: list[str], folder: Path) -> None:
@@ -338,15 +341,14 @@ def _rings_table(names: list[str], folder: Path) -> None:
 
 def _rings_watch(name: str | None, folder: Path, interval: float, picture: Path | None) -> None:
     from . import rings_screen
+    from .paths import check_writable
 
-    if picture is not None and not picture.absolute().parent.is_dir():
-        raise UsageError(f"--svg: there is no folder {picture.absolute().parent}")
+    if picture is not None:
+        if not picture.absolute().parent.is_dir():
+            raise UsageError(f"--svg: there is no folder {picture.absolute().parent}")
+        check_writable(picture, "--svg: ")
     console = rings_screen.QuietConsole(highlight=False)
     rings_screen.watch(lambda: _ring_names(name, folder), folder, console, interval, picture)
-
-
-def _which_run(names: list[str], folder: Path) -> str:
-    return f"several runs have rings, name one: {', '.join(names)}" if names else f"no rings in {folder}, name a run"
 
 
 @cli.command()
@@ -521,6 +523,9 @@ def main(arguments: list[str] | None = None) -> int:
     except PacelineError as error:
         return _fail(str(error), error.exit_code)
     except click.ClickException as error:
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # from click 8.2 on
+            error.show()
+            return error.exit_code
         context = getattr(error, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         return _fail(error.format_message() + hint, error.exit_code)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_shared import json_option, load_run, run_argument, set_option
+from .cli_shared import Device, Number, check_picture, json_option, load_run, run_argument, set_option
 from .errors import UsageError
+from .paths import make_folder
 
 if TYPE_CHECKING:
     from .bench_parts import Measured
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 @run_argument
 @set_option
 @click.option("--gpus", type=click.IntRange(1), metavar="N", help="GPUs to split. Default: this machine's.")
-@click.option("--gpu-memory", type=float, metavar="GIB", help="Memory of each. Default: what nvidia-smi says.")
+@click.option(
+    "--gpu-memory",
+    type=Number(min=0, min_open=True),
+    metavar="GIB",
+    help="Memory of each. Default: what nvidia-smi says.",
+)
 @click.option("--gpu-name", metavar="NAME", help="What they are: the part of nvidia-smi's name that says it, as H200.")
 @click.option("--target-rate", metavar="RATE", help="Of one worker: 4.5 is Ktok/s, 0.08b is batches/s.")
 @click.option("--drafter-rate", metavar="RATE", help="Of one rank, in the same unit.")
@@ -74,6 +80,11 @@ _profile_option = click.option(
 )
 
 
+def _check_profile(folder: str | None) -> None:
+    if folder is not None:
+        make_folder(Path(folder), "--profile: ", writable=True)
+
+
 @bench.command(name="pipeline")
 @click.option(
     "--target-config",
@@ -83,20 +94,42 @@ _profile_option = click.option(
     help="Shape with random weights, or a model folder.",
 )
 @click.option("--topology", "topologies", multiple=True, help="WORKERS-RANKS, may be repeated.  [default: 1-1]")
-@click.option("--seconds", default=60.0, show_default=True, help="Steady state that is measured.")
-@click.option("--alone-seconds", type=float, help="Of each side alone.  [default: --seconds]")
-@click.option("--warm-up", default=60.0, show_default=True, help="Seconds after the first step that do not count.")
-@click.option("--token-budget", default=16384, show_default=True, help="Tokens in a batch.")
+@click.option("--seconds", type=Number(min=0), default=60.0, show_default=True, help="Steady state that is measured.")
+@click.option("--alone-seconds", type=Number(min=0), help="Of each side alone.  [default: --seconds]")
+@click.option(
+    "--warm-up",
+    type=Number(min=0),
+    default=60.0,
+    show_default=True,
+    help="Seconds after the first step that do not count.",
+)
+@click.option("--token-budget", type=click.IntRange(min=1), default=16384, show_default=True, help="Tokens in a batch.")
 @click.option("--rows", type=click.Choice(["chat", "full"]), default="chat", show_default=True, help="Row lengths.")
-@click.option("--max-length", default=3072, show_default=True, help="Longest row in tokens.")
-@click.option("--anchors-per-token", default=0.25, show_default=True, help="Anchors drawn per supervised token.")
-@click.option("--layers", default=5, show_default=True, help="Draft layers.")
-@click.option("--block-size", default=16, show_default=True, help="Slots in a block.")
-@click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch.")
-@click.option("--slots", default=4, show_default=True, help="Slots in each ring.")
+@click.option(
+    "--max-length", type=click.IntRange(min=1), default=3072, show_default=True, help="Longest row in tokens."
+)
+@click.option(
+    "--anchors-per-token",
+    type=Number(min=0, min_open=True, max=1),
+    default=0.25,
+    show_default=True,
+    help="Anchors drawn per supervised token.",
+)
+@click.option("--layers", type=click.IntRange(min=1), default=5, show_default=True, help="Draft layers.")
+@click.option("--block-size", type=click.IntRange(min=2), default=16, show_default=True, help="Slots in a block.")
+@click.option(
+    "--micro-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Context tokens in a micro-batch.",
+)
+@click.option("--slots", type=click.IntRange(min=1), default=4, show_default=True, help="Slots in each ring.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help="Folder.")
 @click.option("--live", is_flag=True, help="One run, changed from each topology to the next while it runs.")
-@click.option("--settle", type=float, help="Seconds after each change of --live that do not count.  [default: 10]")
+@click.option(
+    "--settle", type=Number(min=0), help="Seconds after each change of --live that do not count.  [default: 10]"
+)
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="PNG of the rate over --live's time.")
 @_profile_option
 @set_option
@@ -117,6 +150,9 @@ def bench_pipeline(
 
     if not live and (settle is not None or picture is not None):
         raise UsageError("--settle and --picture belong to --live")
+    if picture is not None:
+        check_picture(picture, "--picture")
+    _check_profile(profile)
     shared: dict[str, Any] = {"profile": None if profile is None else Path(profile), "settings": overrides}
     if live:
         from .bench_live import bench_live
@@ -140,11 +176,11 @@ def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 metavar="NAME",
                 help="Shape with random weights, or a model folder.  [default: qwen3-8b, without a GPU smollm2-135m]",
             ),
-            click.option("--device", help="cuda:N or cpu.  [default: the first GPU, else cpu]"),
+            click.option("--device", type=Device(), help="cuda:N or cpu.  [default: the first GPU, else cpu]"),
             click.option("--length", type=click.IntRange(min=32), help="Tokens of a full row."),
-            click.option("--seconds", type=float, help="Of each arm, ten repetitions at least."),
+            click.option("--seconds", type=Number(min=0), help="Of each arm, ten repetitions at least."),
             click.option("--steps", type=click.IntRange(min=1), help="Repetitions of each arm, instead of --seconds."),
-            click.option("--layers", default=5, show_default=True, help="Draft layers."),
+            click.option("--layers", type=click.IntRange(min=1), default=5, show_default=True, help="Draft layers."),
             _profile_option,
             set_option,
             json_option,
@@ -168,9 +204,21 @@ def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--rows", type=click.IntRange(min=1), help="Full rows in a step.  [default: 4, on a CPU 1]")
 @click.option("--anchors", type=click.IntRange(min=1), help="Blocks in a full row.  [default: 512, on a CPU 16]")
-@click.option("--anchors-per-token", default=0.25, show_default=True, help="Of chat rows.")
+@click.option(
+    "--anchors-per-token",
+    type=Number(min=0, min_open=True, max=1),
+    default=0.25,
+    show_default=True,
+    help="Of chat rows.",
+)
 @click.option("--block-size", type=click.IntRange(min=2), default=16, show_default=True, help="Slots in a block.")
-@click.option("--micro-tokens", default=8192, show_default=True, help="Context tokens in a micro-batch of chat rows.")
+@click.option(
+    "--micro-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Context tokens in a micro-batch of chat rows.",
+)
 def bench_step(**options: Any) -> None:
     """The drafter's step, against the matmul rate."""
     from .bench_parts import StepOptions
@@ -214,6 +262,7 @@ def _show_part(
     """Runs a measurement with what was asked for; `small` are the defaults where there is no GPU."""
     from .bench_parts import default_device, default_target, part_shown
 
+    _check_profile(options["profile"])
     device = device or default_device()
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     values: dict[str, Any] = defaults | ({} if device.startswith("cuda") else small | {"seconds": 5.0}) | given
@@ -231,7 +280,9 @@ def _show_part(
 @bench.command(name="stream")
 @click.option("--record-mb", type=click.IntRange(min=1), default=64, show_default=True, help="MiB of a record.")
 @click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True, help="Turns of each way.")
-@click.option("--device", help="GPU to copy to and from, or cpu for none.  [default: the first GPU, if any]")
+@click.option(
+    "--device", type=Device(), help="GPU to copy to and from, or cpu for none.  [default: the first GPU, if any]"
+)
 @click.option("--ring-dir", default="/dev/shm/paceline", show_default=True, help="Where the rings are made.")
 @json_option
 def bench_stream(device: str | None, as_json: bool, **options: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_shared import counter, load_run, set_option
+from .cli_shared import Device, Number, counter, load_run, set_option
 from .errors import ConfigError, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ _THERE = ("model", "concurrency", "timeout", "patience", "tries", "api_key_env",
     help="Which answers of a conversation are written anew.",
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Of one answer.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="0 is greedy. Default: the target's own.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Default: the target's own.")
+@click.option("--temperature", type=Number(min=0), help="0 is greedy. Default: the target's own.")
+@click.option("--top-p", type=Number(min=0, max=1, min_open=True), help="Default: the target's own.")
 @click.option("--top-k", type=click.IntRange(min=0), help="0 keeps all. Default: the target's own.")
 @click.option("--seed", type=click.IntRange(min=0), help="Default: other answers each time.")
 @click.option("--thinking/--no-thinking", default=None, help="The mode of the chat template.")
 @click.option("--template-kwargs", metavar="JSON", help="Further variables for the chat template, as an object.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many rows.")
-@click.option("--device", help="Target here: cuda:N or cpu. Default: cuda if there is one.")
+@click.option("--device", type=Device(), help="Target here: cuda:N or cpu. Default: cuda if there is one.")
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -75,14 +75,14 @@ _THERE = ("model", "concurrency", "timeout", "patience", "tries", "api_key_env",
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=600.0,
     show_default=True,
     help="Endpoint: seconds for one answer.",
 )
 @click.option(
     "--patience",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=600.0,
     show_default=True,
     help="Endpoint: seconds that it may be away or busy before the job ends.",

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from .cli_shared import counter, json_option
+from .cli_shared import Device, Number, check_picture, counter, json_option
 from .errors import UsageError
+from .paths import check_writable, writing
 
 
 @click.command(name="eval")
@@ -24,8 +25,8 @@ from .errors import UsageError
 @click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--block-size", type=click.IntRange(min=2), help="Anchor included. Default: the drafter's.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option("--temperature", type=Number(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=Number(min=0, max=1, min_open=True), default=1.0, show_default=True)
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 keeps all.")
 @click.option(
     "--proposals",
@@ -36,7 +37,7 @@ from .errors import UsageError
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--device", help="cuda:N or cpu. Default: cuda if there is one.")
+@click.option("--device", type=Device(), help="cuda:N or cpu. Default: cuda if there is one.")
 @click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Write the whole report there, as JSON.")
 @click.option("--picture", metavar="FILE.png", type=click.Path(path_type=Path), help="Draw it there.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
@@ -61,6 +62,10 @@ def evaluate(
     DRAFTER is a checkpoint or an exported folder. Several prompt sets make a table and a curve each. Exit code 1 if the
     output is not what the target alone would write.
     """
+    if out is not None:
+        check_writable(out, "--out: ")
+    if picture is not None:
+        check_picture(picture, "--picture")
     from ..consumer.decode import Sampling
     from ..consumer.evaluate import evaluate_sets
     from ..consumer.prompts import DEMO, load_sets
@@ -73,12 +78,14 @@ def evaluate(
         progress = None if count is None else lambda done, _all: count(done)
         report = evaluate_sets(drafter, sets, sampling=sampling, template_kwargs=template, progress=progress, **options)
     if out is not None:
-        report.write(out)
+        with writing(out):
+            report.write(out)
     if picture is not None:
         from ..consumer.plots import draw_evaluation
 
         several = len(sets) > 1
-        draw_evaluation(report.by_name() if several else {drafter.name: report.combined}, picture)
+        with writing(picture):
+            draw_evaluation(report.by_name() if several else {drafter.name: report.combined}, picture)
     click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
     return 0 if report.combined.lossless else 1
 
@@ -116,7 +123,7 @@ def evaluate(
     help="JSONL of prompts for --check. Default: the demo's.",
 )
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Prompts for --check.")
-@click.option("--device", default="cpu", show_default=True, help="Where --check computes, in float32.")
+@click.option("--device", type=Device(), default="cpu", show_default=True, help="Where --check computes, in float32.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run code that comes with the model.")
 def export(checkpoint: Path, out: Path | None, format_name: str, dtype: str | None, check: bool, **options: Any) -> int:
     """Write a checkpoint's drafter in a format that engines load.

@@ -1,13 +1,17 @@
 """What several modules of commands share: options, the run file, and a count while something runs."""
 
 import contextlib
+import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .runfile import RunFile
@@ -21,6 +25,65 @@ set_option = click.option(
     help="Override a setting of the run file, for example --set trainer.max_steps=100. Repeatable.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class Number(click.FloatRange):
+    """A number within bounds. NaN and infinity, which bounds alone let through, are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class Device(click.ParamType):
+    """cpu, cuda or cuda:N. elsewhere: it need not be a GPU of this machine, or is checked later."""
+
+    name = "device"
+
+    def __init__(self, elsewhere: bool = False) -> None:
+        self._elsewhere = elsewhere
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not (found := re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", value)):
+            self.fail(f"{value}: cpu, cuda or cuda:N was expected.", param, ctx)
+        if value == "cpu":
+            return value
+        if not self._elsewhere:
+            _check_gpu(value, int(found[1] or 0))
+        return value if found[1] is None else f"cuda:{int(found[1])}"  # torch takes no cuda:00
+
+
+def _check_gpu(device: str, index: int) -> None:
+    from .devices import gpu_count
+
+    if index >= (count := gpu_count()):
+        here = "no GPU" if not count else "1 GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
+        raise ConfigError(f"--device {device}: this machine has {here}{'' if count else '; give cpu'}")
+    import torch
+
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"--device {device}: torch {torch.__version__} cannot use it; `paceline doctor` says why")
+
+
+def check_picture(path: Path, option: str) -> None:
+    """Tries whether matplotlib draws in the format of `path`, and writes there. UsageError, ConfigError."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    from .errors import UsageError, first_line
+    from .paths import check_writable
+
+    if kind := path.suffix[1:].lower():  # matplotlib takes one without for PNG
+        figure = Figure()
+        figure.text(0, 0, "a")
+        try:
+            figure.savefig(io.BytesIO(), format=kind)
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            raise UsageError(f"{option} {path}: {first_line(error)}; give a .png") from None
+    check_writable(path, f"{option}: ")
 
 
 def load_run(run_path: Path, overrides: tuple[str, ...]) -> "RunFile":

@@ -247,13 +247,14 @@ def _write_run(out: Path, target: str, data: Path | None, recipe: Recipe, gpus: 
 
 def _make_room(out: Path, run_path: Path) -> None:
     """An earlier demo's folder is replaced; anything else that stands there is not touched."""
-    if not out.exists():
-        out.mkdir(parents=True)
-    elif run_path.is_file() and run_path.read_text(encoding="utf-8").startswith(RUN_FILE.split(":", 1)[0]):
-        shutil.rmtree(out)
-        out.mkdir()
-    elif any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty and not an earlier demo's: choose another folder")
+    try:
+        if run_path.is_file() and run_path.read_text(encoding="utf-8").startswith(RUN_FILE.split(":", 1)[0]):
+            shutil.rmtree(out)
+        elif out.is_dir() and any(out.iterdir()):
+            raise ConfigError(f"{out} is not empty and not an earlier demo's: choose another folder")
+    except OSError as error:
+        raise ConfigError(f"OUT: {out}: {error.strerror}: choose another folder") from None
+    paths.make_folder(out, "OUT: ", writable=True)
 
 
 def _training_file(out: Path, sources: Sequence[str]) -> Path:

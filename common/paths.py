@@ -10,13 +10,15 @@ $XDG_RUNTIME_DIR/paceline and /tmp/paceline-<uid>. They are the user's own (0700
 may read the status): whoever could write there could speak for a worker. Imports neither pydantic nor torch.
 """
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError
+from .errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     from .runfile import RunFile
@@ -56,6 +58,57 @@ def private_folder(path: Path, mode: int = 0o700) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot make folder {path}: {error.strerror}") from None
     return path
+
+
+def make_folder(folder: Path, setting: str = "", *, writable: bool = False) -> Path:
+    """Makes `folder` and its parents where they are missing.
+
+    setting: what an error names it by, such as "output: ". writable: also try whether files can be made in it.
+
+    Raises:
+        ConfigError: it cannot be made, or nothing can be made in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = _UNIT_HINT if error.errno == errno.EROFS and "NOTIFY_SOCKET" in os.environ else ""
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"{setting}cannot make folder {folder}: {reason}{hint}") from None
+    if writable:
+        import tempfile
+
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(f"{setting}cannot write in {folder}: {error.strerror}") from None
+    return folder
+
+
+def check_writable(path: Path, setting: str) -> None:
+    """Tries whether the file `path` can be written, before the work whose result it is. Makes its folder, no more.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    make_folder(path.parent, setting)
+    try:
+        there = os.path.lexists(path)
+        if there and not path.is_file() and not path.is_dir():
+            return  # a pipe would take the opening for its only writer
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{setting}cannot write {path}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What is written inside is the file `path`. PacelineError if that fails, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise PacelineError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def check_private(path: Path) -> None:
@@ -195,13 +248,7 @@ def ring_dir(run: "RunFile") -> Path:
 
 def output_dir(run: "RunFile") -> Path:
     """Checkpoints, metrics and logs; created if missing."""
-    folder = Path(run.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        hint = _UNIT_HINT if error.errno == errno.EROFS and "NOTIFY_SOCKET" in os.environ else ""
-        raise ConfigError(f"output: cannot make folder {folder}: {error.strerror}{hint}") from None
-    return folder
+    return make_folder(Path(run.output), "output: ")
 
 
 def checkpoint_dir(run: "RunFile") -> Path:

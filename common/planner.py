@@ -9,6 +9,7 @@
 It says where each figure is from. No torch, no CUDA: GPUs are asked for through nvidia-smi.
 """
 
+import math
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -275,8 +276,8 @@ def _given(target: str, drafter: str) -> Speed:
         rates = Rates(*(float(text.removesuffix("b")) for text in (target, drafter)))
     except ValueError:
         raise UsageError(f"rates are numbers, as 4.5 (Ktok/s) or 0.08b (batches/s), not {target} {drafter}") from None
-    if min(rates) <= 0:
-        raise UsageError("rates must be above 0")
+    if not all(0 < rate < math.inf for rate in rates):
+        raise UsageError("rates must be above 0 and finite")
     return Speed(rates, "batches/s" if True in units else "Ktok/s", "as given")
 
 

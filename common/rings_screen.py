@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .inspect import STATES, RingInfo, read_rings
+from .paths import writing
 from .space import size_text
 from .status import trainer_of
 from .telemetry import duration
@@ -404,7 +405,8 @@ def watch(
         if picture is not None:
             # Ctrl-C reaches a process twice where something passes it on, as timeout(1) does.
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            write_picture(watcher, picture)
+            with writing(picture):
+                write_picture(watcher, picture)
             signal.signal(signal.SIGINT, before)
 
 

@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from . import faults
 from .errors import ConfigError
+from .paths import make_folder
 from .record import MIN_ROW_TOKENS
 
 ROWS_VERSION = 2
@@ -177,7 +178,7 @@ class RowsWriter:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         self._scratch = _scratch(folder)
         self._file = (self._scratch / "rows.arrow").open("wb")
         self._writer = pa.ipc.new_file(self._file, _SCHEMA)
@@ -260,7 +261,10 @@ class RowsWriter:
 def _scratch(folder: Path) -> Path:
     """A new folder next to `folder`, with the permissions of the umask."""
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
-    scratch.mkdir()
+    try:
+        scratch.mkdir()
+    except OSError as error:
+        raise ConfigError(f"cannot make folder {folder}: {error.strerror}") from None
     return scratch
 
 

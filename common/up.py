@@ -681,9 +681,4 @@ def up(
 
 
 def _log_folder(run: RunFile) -> Path:
-    folder = paths.log_dir(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output: cannot make folder {folder}: {error.strerror}") from None
-    return folder
+    return paths.make_folder(paths.log_dir(run), "output: ")

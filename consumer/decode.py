@@ -19,6 +19,7 @@ and for greedy proposals (a point mass).
 """
 
 import inspect
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,8 +75,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ConfigError("temperature and top_k must not be negative and top_p must be in (0, 1]")
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ConfigError("temperature must be finite and not negative, as top_k, and top_p in (0, 1]")
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +84,7 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Distribution [n, V] (float32) of logits [n, V]: temperature, then the top k, then the nucleus."""
-        scores = logits.float() / self.temperature
+        scores = logits.float() / max(self.temperature, 1e-30)  # of less float32 makes infinities
         if 0 < self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k, dim=-1).values[..., -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)

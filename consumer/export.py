@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..common import __version__
 from ..common.errors import ConfigError, UsageError
+from ..common.paths import make_folder
 from ..common.target_info import target_info
 from .card import CARD, find_evaluations, model_card
 from .checkpoint import MODEL, STATE, CheckpointState, damage, find_checkpoint, load_state
@@ -66,7 +67,7 @@ def export(
     """
     if format not in FORMATS:
         raise UsageError(f"unknown export format {format!r}; there is {', '.join(FORMATS)}")
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigError(f"{out} exists; give a folder that does not")
     checkpoint = find_checkpoint(checkpoint)
     state = _whole_state(checkpoint)
@@ -115,11 +116,11 @@ def write_drafter(
     out: Path, config: dict[str, Any], tensors: dict[str, Tensor], source: dict[str, Any], *, card: str = ""
 ) -> None:
     """Makes the folder `out` under a temporary name, reads it back and renames it. config: `config_values`."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent, "OUT: ")
     made = out.with_name(f".{out.name}.new-{os.getpid()}")
     shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
     try:
+        made.mkdir()
         save_file(tensors, made / MODEL, metadata={"format": "pt"})
         for name, values in ((CONFIG, config), (SOURCE, source)):
             (made / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -128,7 +129,7 @@ def write_drafter(
         read_tensors(made, read_config(made))
         made.rename(out)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot write it: {error.strerror}") from error
+        raise ConfigError(f"OUT: cannot write {out}: {error.strerror}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

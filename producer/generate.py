@@ -248,7 +248,7 @@ def generation_config(model: PreTrainedModel, stops: Sequence[int] | frozenset[i
         pad_token_id=min(stops),
         num_return_sequences=1,
         do_sample=temperature > 0,
-        temperature=temperature if temperature > 0 else 1.0,
+        temperature=max(temperature, 1e-30) if temperature > 0 else 1.0,
         top_p=1.0 if top_p is None else top_p,
         top_k=0 if top_k is None else top_k,
     )

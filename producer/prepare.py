@@ -28,7 +28,7 @@ from ..common.dataset import cache_key, cached_rows, file_digest, tokenizer_dige
 from ..common.errors import ConfigError, PacelineError
 from ..common.gguf import converted
 from ..common.locks import FileLock
-from ..common.paths import cache_dir
+from ..common.paths import cache_dir, make_folder
 from ..common.record import MIN_ROW_TOKENS
 from ..common.rows import RowsWriter, has_scratch, remove_scratch
 from .chat import ChatEncoder, ChatFormat, Outline, cut_after_supervised, thinking_variables
@@ -152,7 +152,9 @@ def prepare(
         if folder.parent == store and has_scratch(folder):
             _remove_leftovers(folder, FileLock(lock, who))
         return _report(folder, meta, paths, cached=True)
-    store.mkdir(parents=True, exist_ok=True)
+    make_folder(store, "PACELINE_CACHE: ", writable=True)
+    if out is not None:
+        make_folder(out.parent, "--out: ", writable=True)
     with wait_for_lock(lock, who, waiting):
         if folder.parent == store:  # only holders of this lock write there
             remove_scratch(folder)
@@ -199,10 +201,13 @@ def _remove_leftovers(folder: Path, lock: FileLock) -> None:
 
 def _check_folder(folder: Path) -> None:
     """Never replace something that is not prepared rows."""
-    if folder.is_dir() and not (folder / "meta.json").exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty and holds no prepared rows: give another folder")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder")
+    try:
+        if folder.is_dir() and not (folder / "meta.json").exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty and holds no prepared rows: give another folder")
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder")
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}: give another folder") from None
 
 
 def _write(

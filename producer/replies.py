@@ -3,6 +3,7 @@
 `generate.py` asks a target loaded here, `endpoint.py` one behind an OpenAI-compatible API; `regenerate.py` drives both.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError("max_new_tokens must be 1 or more")
-        if self.temperature is not None and self.temperature < 0:
-            raise ConfigError("temperature must not be negative")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ConfigError("temperature must be finite and not negative")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError("top_p must be in (0, 1]")
         if self.top_k is not None and self.top_k < 0:

@@ -94,6 +94,23 @@ def test_wrong_use(tmp_path, capsys):
     assert "belong to --live" in capsys.readouterr().err
 
 
+def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure_alone", lambda *_: pytest.fail("it measured"))
+    (tmp_path / "file").touch()
+    live = ["bench", "pipeline", "--live", "--topology", "1-1", "--topology", "2-1", "--out"]
+    for arguments, code, said in (
+        ([*live, str(tmp_path / "out"), "--picture", str(tmp_path / "x.txt")], 2, "Format 'txt' is not supported"),
+        ([*live, str(tmp_path / "out"), "--picture", "/proc/x.png"], 78, "--picture: cannot write /proc/x.png"),
+        ([*live, str(tmp_path / "file")], 78, "--out: cannot make folder"),
+        (["bench", "pipeline", "--out", "/proc"], 78, "--out: cannot write in /proc"),
+        (["bench", "pipeline", "--profile", "/proc/x"], 78, "--profile: cannot make folder /proc/x"),
+        (["bench", "step", "--device", "cpu", "--profile", "/proc/x"], 78, "--profile: cannot make folder /proc/x"),
+    ):
+        assert main(arguments) == code
+        error = capsys.readouterr().err
+        assert error.startswith("paceline: ") and said in error and error.count("\n") == 1
+
+
 def test_a_run_that_ends_is_said_with_its_last_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
     path = tmp_path / "run.toml"

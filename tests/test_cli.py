@@ -2,15 +2,19 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import click
 import pytest
-from paceline.common import __version__, cli, paths, telemetry
+from paceline.common import __version__, cli, devices, paths, telemetry
 from paceline.common.cli import main
+from paceline.common.cli_shared import Device, Number
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
 from paceline.common.telemetry import write_status
@@ -94,6 +98,84 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], run_path: Path) -> Non
     assert code == 2 and "key=value" in error
     assert fail(capsys, "prepare", "a.jsonl")[0] == 2
     assert fail(capsys, "rings", "--json", "--watch", "t")[0] == 2
+
+
+def options(group: click.Group = cli.cli) -> Iterator[tuple[str, click.Parameter]]:
+    """Every option and argument of every command."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {below}", option) for below, option in options(command))
+        else:
+            yield from ((name, option) for option in command.params)
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_a_group_alone_shows_its_help(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("Usage: paceline") and "\nCommands:\n  " in err
+
+
+def test_every_number_is_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    floats = [
+        (name, option) for name, option in options() if isinstance(option.type, (click.FloatRange, type(click.FLOAT)))
+    ]
+    assert len(floats) > 10 and [name for name, option in floats if not isinstance(option.type, Number)] == []
+    for _name, option in floats:
+        for value in ("nan", "inf", "-inf", "1e999"):
+            with pytest.raises(click.BadParameter):
+                option.type.convert(value, option, None)
+    code, error = fail(capsys, "eval", "C", "--temperature", "nan")
+    assert code == 2 and "'--temperature': nan is not a finite number" in error
+    code, error = fail(capsys, "plan", "r.toml", "--gpu-memory", "inf")
+    assert code == 2 and "'--gpu-memory': inf is not a finite number" in error
+
+
+def test_every_device_is_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: option.type for name, option in options() if option.name == "device"}
+    assert {"eval", "regenerate", "export", "bench step", "bench target", "bench stream", "producer"} <= set(found)
+    assert all(isinstance(kind, Device) for kind in found.values())
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    for command in (["eval", "C"], ["bench", "step"], ["bench", "stream"], ["export", "C", "--check"]):
+        code, error = fail(capsys, *command, "--device", "foo")
+        assert code == 2 and "'--device': foo: cpu, cuda or cuda:N was expected" in error
+        code, error = fail(capsys, *command, "--device", "cuda:0")
+        assert code == 78 and "--device cuda:0: this machine has no GPU; give cpu" in error
+    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
+    code, error = fail(capsys, "eval", "C", "--device", "cuda:2")
+    assert code == 78 and "this machine has 2 GPUs, cuda:0 to cuda:1" in error
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [Device().convert(name, None, None) for name in ("cpu", "cuda", "cuda:00")] == ["cpu", "cuda", "cuda:0"]
+    with pytest.raises(ConfigError, match=r"--device cuda:1: torch .* cannot use it"):
+        Device().convert("cuda:1", None, None)
+
+
+def test_files_are_tried_before_the_work(tmp_path: Path) -> None:
+    paths.check_writable(tmp_path / "new" / "x.json", "--out: ")
+    assert list((tmp_path / "new").iterdir()) == [], "trying leaves nothing behind"
+    (tmp_path / "old").write_text("kept")
+    paths.check_writable(tmp_path / "old", "--out: ")
+    assert (tmp_path / "old").read_text() == "kept"
+    for path in (
+        Path("/proc/x.json"),
+        Path("/proc/x/y.json"),
+        tmp_path,
+        tmp_path / "old" / "x",
+        tmp_path / ("x" * 300),
+    ):
+        with pytest.raises(ConfigError, match=r"^--out: cannot (write|make folder) "):
+            paths.check_writable(path, "--out: ")
+    for path in (Path("/proc"), Path("/proc/x"), tmp_path / "old"):
+        with pytest.raises(ConfigError, match=r"^OUT: cannot (write in|make folder) "):
+            paths.make_folder(path, "OUT: ", writable=True)
+    with pytest.raises(PacelineError, match=r"^cannot write /proc/x: "), paths.writing(Path("/proc/x")):
+        Path("/proc/x").write_text("")
 
 
 def test_configuration_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path, run_path: Path) -> None:
@@ -291,12 +373,33 @@ def test_rings_without_any(run_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out) == {"run": "t", "rings": []}
 
 
-def test_rings_need_a_name_among_several(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    for name in ("a", "b"):
-        (tmp_path / "many" / name).mkdir(parents=True)
-    monkeypatch.setattr(paths, "DEFAULT_RING_DIR", tmp_path / "many")
-    code, error = fail(capsys, "rings", "--json")
-    assert code == 2 and "name one: a, b" in error
+def test_rings_of_every_run_are_a_list(
+    ring_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "DEFAULT_RING_DIR", tmp_path / "rings")
+    (tmp_path / "rings/empty").mkdir()
+    assert main(["rings", "t", "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert main(["rings", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [one]
+    shutil.copytree(tmp_path / "rings/t", tmp_path / "rings/u")
+    assert main(["rings", "--json"]) == 0
+    assert [found["run"] for found in json.loads(capsys.readouterr().out)] == ["t", "u"]
+    monkeypatch.setattr(paths, "DEFAULT_RING_DIR", tmp_path / "none")
+    assert main(["rings", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_options_of_rings_that_watch_alone_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for option, value in (("--interval", "3"), ("--svg", "x.svg")):
+        code, error = fail(capsys, "rings", option, value)
+        assert code == 2 and f"{option} goes with --watch" in error
+    stand_in(monkeypatch, "paceline.common.rings_screen", QuietConsole=None, watch=lambda *_: pytest.fail("it watched"))
+    assert fail(capsys, "rings", "--watch", "--interval", "nan")[0] == 2
+    code, error = fail(capsys, "rings", "--watch", "--svg", "/proc/x.svg")
+    assert code == 78 and "--svg: cannot write /proc/x.svg" in error
 
 
 def test_clean(ring_file: Path, run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

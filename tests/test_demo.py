@@ -71,6 +71,14 @@ def test_only_an_earlier_demos_folder_is_replaced(tmp_path: Path) -> None:
         module._write_run(tmp_path / "mine", "/models/some.gguf", None, CPU, 0)
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/x"), tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=r"OUT: (cannot make folder|.*File name too long)"):
+            module._write_run(out, "/models/some.gguf", None, CPU, 0)
+    assert (tmp_path / "file").is_file()
+
+
 def test_the_slice_and_the_prompts() -> None:
     prompts = {prompt.messages[0]["content"] for prompt in read_prompts(DATA / "prompts.jsonl")}
     assert len(prompts) == 16

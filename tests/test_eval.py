@@ -31,6 +31,7 @@ from paceline.consumer.prompts import (
     read_prompts,
     set_names,
 )
+from paceline.producer import replies
 from transformers import AutoTokenizer
 
 PROMPTS = [[1, 40, 90, 200, 7], [1, 300, 2, 17, 90, 411, 8]]
@@ -229,6 +230,33 @@ def test_command(drafter_dir: Path, prompts_file: Path, tmp_path: Path, capsys: 
     assert main([*common, "--max-new-tokens", "4", "--temperature", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sampling"]["proposals"] == "sampled"
     assert main(["eval", str(tmp_path), "--prompts", str(prompts_file)]) == 2
+
+
+def test_files_that_cannot_be_written_are_said_before_decoding(
+    drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "evaluate_sets", lambda *_, **__: pytest.fail("it decoded"))
+    for option, path, code, said in (
+        ("--out", "/proc/x.json", 78, "--out: cannot write /proc/x.json"),
+        ("--out", str(tmp_path), 78, f"--out: cannot write {tmp_path}"),
+        ("--picture", "/proc/x.png", 78, "--picture: cannot write /proc/x.png"),
+        ("--picture", str(tmp_path / "x.txt"), 2, "Format 'txt' is not supported"),
+    ):
+        assert main(["eval", str(drafter_dir), option, path]) == code
+        error = capsys.readouterr().err
+        assert error.startswith("paceline: ") and said in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
+def test_temperatures_are_numbers(temperature: float) -> None:
+    for kind in (Sampling, replies.Sampling):
+        with pytest.raises(ConfigError, match="temperature"):
+            kind(temperature=temperature)
+
+
+def test_a_temperature_near_zero_takes_the_best_token() -> None:
+    assert Sampling(temperature=1e-300).probabilities(torch.tensor([[1.0, 300.0, 2.0]])).tolist() == [[0.0, 1.0, 0.0]]
 
 
 # Several sets

@@ -195,3 +195,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(saved), str(tmp_path / "other"), "--format", "onnx"]) == 2
     assert main(["export", str(saved), str(tmp_path / "out")]) == 78
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y", "file/x", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    saved = checkpoint(tmp_path / "run", init_drafter(config(), seed=1))
+    assert main(["export", str(saved), out]) == 78
+    error = capsys.readouterr().err
+    assert error.startswith("paceline: ") and "OUT: cannot " in error and error.count("\n") == 1

@@ -307,6 +307,8 @@ def test_sampling_is_the_targets_own_unless_chosen(talking_target: Path) -> None
     config = generation_config(model, [2], Sampling(temperature=0.2, top_p=1.0, top_k=0))
     assert (config.temperature, config.top_p, config.top_k) == (0.2, 1.0, 0)
     assert generation_config(model, [2], Sampling(temperature=0)).do_sample is False
+    config = generation_config(model, [2], Sampling(temperature=1e-300))
+    assert torch.isfinite(torch.tensor(100.0) / config.temperature), "no infinities that make NaN of a softmax"
 
 
 def test_sampled_answers_follow_the_seed(talking_target: Path) -> None:

@@ -509,6 +509,16 @@ def test_files_and_folders_that_do_not_fit(tmp_path, chat_file, tiny_tokenizer_d
         prepare([tmp_path / "other.parquet"], target=target, cache=tmp_path)
 
 
+@pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y", "file", "file/x", "x" * 300])
+def test_a_folder_that_cannot_be_made(tmp_path, chat_file, tiny_tokenizer_dir, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=r"--out: cannot|cannot make folder x|is not a folder|File name too long"):
+        prepare([chat_file], target=str(tiny_tokenizer_dir), out=Path(out), cache=tmp_path / "cache", processes=1)
+    with pytest.raises(ConfigError, match="PACELINE_CACHE: cannot make folder"):
+        prepare([chat_file], target=str(tiny_tokenizer_dir), cache=Path("file"), processes=1)
+
+
 def test_targets_without_tokenizer_or_template(tmp_path, chat_file, make_tokenizer):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no tokenizer in this folder"):
