@@ -85,7 +85,7 @@ _THERE = ("model", "concurrency", "timeout", "patience", "tries", "api_key_env",
     type=click.FloatRange(min=0),
     default=600.0,
     show_default=True,
-    help="Endpoint: seconds that it may be away or busy before the job ends.",
+    help="Endpoint: seconds that it may be away before the job ends; if it is only busy, at least --timeout.",
 )
 @click.option(
     "--tries",
@@ -244,7 +244,7 @@ def _progress_text(progress: "Progress") -> str:
 @click.command()
 @click.argument("data", nargs=-1, required=True, metavar="DATA...", type=click.Path(path_type=Path))
 @click.option("--target", help="Model whose tokenizer and chat template are used.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: in the cache.")
+@click.option("--out", type=click.Path(path_type=Path), help="New folder to write. Default: in the cache.")
 @click.option(
     "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row, in tokens."
 )
