@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import paths
-from .errors import PacelineError
+from .errors import PacelineError, counted
 from .inspect import RingInfo, read_rings, rings_json, runs_with_rings
 from .locks import held_by
 from .telemetry import STALE_SECONDS, Status, bottleneck, duration, read_status
@@ -171,7 +171,7 @@ def _heading(state: RunState) -> tuple[str, str]:
 
 
 def _workers(state: RunState) -> str:
-    return _count(state.workers_alive, "worker") + " up"
+    return counted(state.workers_alive, "worker") + " up"
 
 
 def status_lines(state: RunState) -> list[tuple[str, str]]:
@@ -195,7 +195,7 @@ def status_lines(state: RunState) -> list[tuple[str, str]]:
     if "listed" in status:
         refused = [f"{status['refused']} refused by ranks since the trainer's start"] if "refused" in status else []
         audit = " (`paceline audit` names them)" if status["listed"] else ""
-        lines.append(("records", _joined([f"{_count(status['listed'], 'batch', 'batches')} listed{audit}", *refused])))
+        lines.append(("records", _joined([f"{counted(status['listed'], 'batch', 'batches')} listed{audit}", *refused])))
     lines += [("trouble", str(ring.problem)) for ring in state.rings if ring.problem]
     return [(name, text) for name, text in lines if text]
 
@@ -214,7 +214,7 @@ def _progress(state: RunState) -> str:
 def _drafters(status: Mapping[str, Any]) -> str:
     return _joined(
         [
-            _count(status.get("ranks", 0), "rank"),
+            counted(status.get("ranks", 0), "rank"),
             *_part(status, "drafter_bps", "{:.2f} batches/s"),
             *_part(status, "tokens_per_s", "{:.1f} Ktok/s", 1e-3),
             *_part(status, "wait_gpu", "{:.0%} of the time computing"),
@@ -246,7 +246,3 @@ def _part(status: Mapping[str, Any], key: str, form: str, scale: float = 1.0) ->
 
 def _joined(parts: Iterable[str]) -> str:
     return ", ".join(part for part in parts if part)
-
-
-def _count(number: int, name: str, plural: str = "") -> str:
-    return f"{number:,} {name if number == 1 else plural or name + 's'}"

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 from . import paths
 from .control import Control, ReadySocket
 from .devices import gpu_count
-from .errors import ConfigError, PacelineError, UsageError, how_it_ended
+from .errors import ConfigError, PacelineError, UsageError, counted, how_it_ended
 from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
@@ -367,7 +367,7 @@ class Supervisor:
             self._remove(child)
         parts = [f"starts {_names(new)}"] if new else []
         parts += [f"removes {', '.join(child.name for child in gone)}"] if gone else []
-        said = f"{_workers(count)}: {' and '.join(parts) or 'nothing to change'}"
+        said = f"{counted(count, 'worker')}: {' and '.join(parts) or 'nothing to change'}"
         self.view.event(said)
         return said
 
@@ -587,10 +587,6 @@ class Supervisor:
         return status
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker{'' if count == 1 else 's'}"
-
-
 def _names(indices: Sequence[int]) -> str:
     return ", ".join(f"w{index}" for index in indices)
 
@@ -659,7 +655,7 @@ def up(
         workers = [worker(index, wanted.devices.get(index)) for index in range(wanted.count)]
         view = view or make_view(run, plain)
         if wanted.count != run.workers.count:
-            view.event(f"{_workers(wanted.count)}, as it was scaled to; workers.count is {run.workers.count}")
+            view.event(f"{counted(wanted.count, 'worker')}, as it was scaled to; workers.count is {run.workers.count}")
         return Supervisor(
             run,
             trainer,

@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx2
 
-from ..common.errors import ConfigError, PacelineError, UsageError
+from ..common.errors import ConfigError, PacelineError, UsageError, counted
 from .forms import Refused
 from .replies import Question, Reply, Sampling, Unanswered
 
@@ -218,7 +218,9 @@ class Endpoint:
             raise PacelineError(f"{self.urls[0]}/models: {error}; name the model with --model") from None
         if len(names) != 1:
             served = ", ".join(names) or "none"
-            raise UsageError(f"{self.urls[0]} serves {len(names)} models ({served}): choose one with --model")
+            raise UsageError(
+                f"{self.urls[0]} serves {counted(len(names), 'model')} ({served}): choose one with --model"
+            )
         return names[0]
 
     async def _again(self, ask: Callable[[], Any]) -> Any:
@@ -234,7 +236,7 @@ class Endpoint:
                 fault = error
             tried += fault.counts
             if tried >= self.options.tries:
-                raise Unanswered(f"{fault} ({tried} tries)")
+                raise Unanswered(f"{fault} ({counted(tried, 'try', 'tries')})")
             wait = fault.after if fault.after is not None else pause * random.uniform(0.5, 1.0)
             pause = min(2 * pause, LONGEST_PAUSE)
             if fault.after is None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..common.dataset import cache_key, cached_rows, file_digest, tokenizer_digest, wait_for_lock
-from ..common.errors import ConfigError, PacelineError
+from ..common.errors import ConfigError, PacelineError, counted
 from ..common.gguf import converted
 from ..common.locks import FileLock
 from ..common.paths import cache_dir
@@ -249,7 +249,7 @@ def _write(
             progress(conversations)
     if not writer.added:
         first = f"; the first: {examples[0]}" if examples else ""
-        raise PacelineError(f"no usable row among {conversations} conversations{first}")
+        raise PacelineError(f"no usable row among {counted(conversations, 'conversation')}{first}")
     return {
         "files": [asdict(file) for file in files],
         "conversations": conversations,
