@@ -152,8 +152,7 @@ def stop(run: str, say: Say) -> None:
     """
     folder = _supervised(run)
     if folder is not None:
-        ask(paths.up_socket(folder), {"do": "stop"})
-        say(f"stopping {run}: the trainer writes a checkpoint")
+        say(ask(paths.up_socket(folder), {"do": "stop"})["said"])
         while held_by(folder / "up.lock"):
             time.sleep(POLL_S)
         say(f"{run} has stopped")

@@ -1,4 +1,5 @@
-"""`paceline status`: how runs of this machine stand, from their trainers' status.json, their rings and their locks.
+"""`paceline status`: how runs of this machine stand, from their trainers' status.json, their rings and their locks, and
+from the supervisor where no trainer is up.
 
 Reads only. What a dead trainer said last is shown as that, with its age.
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import paths
+from .control import ask
 from .errors import PacelineError, counted
 from .inspect import RingInfo, read_rings, rings_json, runs_with_rings
 from .locks import held_by
@@ -29,6 +31,7 @@ class RunState:
     status: Status
     alive: bool  # a trainer holds consumer.lock
     up: bool  # a supervisor holds up.lock
+    preparing: bool  # it says that it prepares the data, before there is a trainer
     age_s: float | None  # of the status
     checkpoint_age_s: float | None
     ring_folder: Path
@@ -38,11 +41,19 @@ class RunState:
     def workers_alive(self) -> int:
         return sum(ring.alive for ring in self.rings)
 
+    @property
+    def state(self) -> str:
+        """The run's, which is the trainer's if there is one; empty if nothing is known."""
+        if self.preparing:
+            return "preparing"
+        return self.status.get("state", "starting" if self.alive or self.up else "")
+
     def json(self) -> dict[str, Any]:
         """The object of `status --json`: status.json's keys, and what it cannot know."""
         return {
             "run": self.name,
             **self.status,
+            **({"state": self.state} if self.state else {}),
             "alive": self.alive,
             "up": self.up,
             "age_s": _rounded(self.age_s),
@@ -59,8 +70,8 @@ def _rounded(value: float | None) -> float | None:
 
 
 def run_states(name: str | None, ring_folder: Path) -> list[RunState]:
-    """Run `name`, or every run that has a status or rings; rings are looked for below `ring_folder`, and where the
-    run's trainer says that they are.
+    """Run `name`, or every run that is up or has a status or rings; rings are looked for below `ring_folder`, and where
+    the run's trainer says that they are.
 
     Raises:
         PacelineError: a run was named and there is no trace of it.
@@ -68,7 +79,7 @@ def run_states(name: str | None, ring_folder: Path) -> list[RunState]:
     folders = {folder.name: folder for folder in reversed(paths.find_run_dirs(name))}
     names = {run for run in runs_with_rings(ring_folder) if name in (None, run)}
     found = [_run_state(run, folders.get(run), ring_folder) for run in sorted(names | folders.keys())]
-    found = [state for state in found if state.status or state.rings]
+    found = [state for state in found if state.status or state.rings or state.alive or state.up]
     if name is not None and not found:
         bases = " or ".join(str(base) for base in paths.runtime_bases())
         raise PacelineError(
@@ -84,17 +95,28 @@ def _run_state(name: str, directory: Path | None, ring_folder: Path) -> RunState
     fresh = age is not None and age <= STALE_SECONDS
     own = Path(status["ring_dir"]) if "ring_dir" in status else ring_folder / name
     folder = own if own.is_dir() else ring_folder / name
+    alive = bool(directory and _held(directory / "consumer.lock", fresh))
+    up = bool(directory and _held(directory / "up.lock", False))
     return RunState(
         name=name,
         directory=directory,
         status=status,
-        alive=bool(directory and _held(directory / "consumer.lock", fresh)),
-        up=bool(directory and _held(directory / "up.lock", False)),
+        alive=alive,
+        up=up,
+        preparing=directory is not None and up and not alive and _prepares(directory),
         age_s=age,
         checkpoint_age_s=_age(status.get("checkpoint")),
         ring_folder=folder,
         rings=tuple(read_rings(folder)),
     )
+
+
+def _prepares(directory: Path) -> bool:
+    """Whether the run's supervisor says that it prepares the data. False if it does not answer."""
+    try:
+        return bool(ask(paths.up_socket(directory), {"do": "show"}, patience=2.0).get("preparing"))
+    except PacelineError:
+        return False
 
 
 def trainer_of(name: str) -> TrainerState:
@@ -158,7 +180,11 @@ def _colour(name: str, text: str) -> str:
 def _heading(state: RunState) -> tuple[str, str]:
     """The run's state in words, and their colour."""
     status = state.status
-    said = status.get("state", "")
+    said = state.state
+    if state.preparing:
+        return "preparing the data; the trainer starts after that", "yellow"
+    if not status and said:
+        return f"{said}; {_workers(state)}", "yellow"
     if not status:
         return f"no trainer has been up; {_workers(state)}", "yellow"
     if said == "finished":

@@ -310,7 +310,7 @@ class Supervisor:
             case "stop":
                 if self.code is None:
                     self._stop(0, f"stopping, as asked{self._saves}")
-                return {"said": "stopping"}
+                return {"said": f"stopping {self.run_file.name}{self._saves}"}
             case "scale":
                 return {"said": self._scale(request.get("count"), request.get("gpus"))}
             case "restart":
@@ -335,6 +335,7 @@ class Supervisor:
             "run": self.run_file.name,
             "count": self.wanted.count,
             "stopping": self.code is not None,
+            "preparing": self.prepare in self.active,
             "trainer": {"state": self.trainer.state, "pid": self.trainer.pid, "ready": self.trainer.ready},
             "rings": str(paths.ring_dir(self.run_file)),
             "workers": workers,
