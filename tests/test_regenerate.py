@@ -588,7 +588,7 @@ def test_base_urls() -> None:
 
 
 def test_nothing_usable_is_a_failure(ask: Any, tmp_path: Path) -> None:
-    with pytest.raises(PacelineError, match="none of the 2 rows could be"):
+    with pytest.raises(PacelineError, match="none of 2 rows could be"):
         ask(write_rows(tmp_path / "a.jsonl", ["{", "[]"]))
 
 
