@@ -38,7 +38,7 @@ from . import inspect, paths, timeline
 from .clean import clean_rings
 from .dataset import tokenizer_digest
 from .devices import assign_devices, gpu_count
-from .errors import PacelineError, UsageError
+from .errors import PacelineError, UsageError, counted
 from .forecast import Rates, placed_rate
 from .measuring import Said, run_side
 from .rows import RowsWriter
@@ -162,7 +162,7 @@ def place(workers: int, ranks: int, gpus: int) -> tuple[list[str], list[str]]:
         device = "cuda:0" if gpus else "cpu"
         return [device] * workers, [device] * ranks
     if workers + ranks > gpus:
-        raise UsageError(f"topology {workers}-{ranks} needs {workers + ranks} GPUs, this machine has {gpus}")
+        raise UsageError(f"topology {workers}-{ranks} needs {counted(workers + ranks, 'GPU')}, this machine has {gpus}")
     names = [f"cuda:{index}" for index in range(workers + ranks)]
     return names[:workers], names[workers:]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .cli_shared import Device, Number, counter, load_run, set_option
-from .errors import ConfigError, Interrupted, UsageError
+from .errors import ConfigError, Interrupted, UsageError, counted
 
 if TYPE_CHECKING:
     from ..producer.endpoint import EndpointOptions
@@ -85,7 +85,7 @@ _THERE = ("model", "concurrency", "timeout", "patience", "tries", "api_key_env",
     type=Number(min=0),
     default=600.0,
     show_default=True,
-    help="Endpoint: seconds that it may be away or busy before the job ends.",
+    help="Endpoint: seconds that it may be away before the job ends; if it is only busy, at least --timeout.",
 )
 @click.option(
     "--tries",
@@ -178,8 +178,8 @@ def _object(option: str, text: str | None) -> dict[str, Any]:
 def _report_lines(report: "RegenerateReport", target: str | None) -> list[str]:
     share = report.unfinished / report.answered if report.answered else 0.0
     found = [
-        f"{report.answered:,} of {report.rows:,} rows answered in {report.path}, {report.tokens:,} tokens; "
-        f"{report.unfinished:,} ({share:.0%}) stopped at the length limit"
+        f"{report.answered:,} of {counted(report.rows, 'row')} answered in {report.path}, "
+        f"{counted(report.tokens, 'token')}; {report.unfinished:,} ({share:.0%}) stopped at the length limit"
     ]
     if report.refused:
         found.append(f"{report.refused:,} refused: {report.path.with_suffix('.refused')}")
@@ -235,7 +235,7 @@ class _Screen:
 def _progress_text(progress: "Progress") -> str:
     from .telemetry import duration
 
-    parts = [f"{progress.answered:,} of {progress.rows:,} rows", f"{progress.tokens_per_s:,.0f} tokens/s"]
+    parts = [f"{progress.answered:,} of {counted(progress.rows, 'row')}", f"{progress.tokens_per_s:,.0f} tokens/s"]
     parts += [f"{progress.refused:,} refused"] * bool(progress.refused)
     parts += [f"{progress.failed:,} failed"] * bool(progress.failed)
     return ", ".join([*parts, f"ETA {duration(progress.eta)}"])
@@ -244,7 +244,7 @@ def _progress_text(progress: "Progress") -> str:
 @click.command()
 @click.argument("data", nargs=-1, required=True, metavar="DATA...", type=click.Path(path_type=Path))
 @click.option("--target", help="Model whose tokenizer and chat template are used.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: in the cache.")
+@click.option("--out", type=click.Path(path_type=Path), help="New folder to write. Default: in the cache.")
 @click.option(
     "--max-length", type=click.IntRange(min=8), default=3072, show_default=True, help="Longest row, in tokens."
 )
@@ -312,7 +312,7 @@ def _prepare_run(run: "RunFile", shown: int) -> None:
     plan = plan_from(run, rows)
     click.echo(
         f"target {info.model_type}, {info.num_layers} layers of {info.hidden_size}; records layers {layers}\n"
-        f"{plan.batches(0):,} batches in the first epoch, {plan.total_steps:,} steps in all"
+        f"{counted(plan.batches(0), 'batch', 'batches')} in the first epoch, {counted(plan.total_steps, 'step')} in all"
     )
     if shown:
         _show_rows(rows, shown)
@@ -333,14 +333,18 @@ def _show_prepared(report: "PrepareReport", weights: Sequence[float] = ()) -> No
     """What a preparation made; `weights` of the files, if a run file gives them."""
     found = " (prepared before)" if report.cached else ""
     share = f"{report.supervised / report.tokens:.0%}"
-    click.echo(f"{report.kept:,} rows of {report.conversations:,} conversations in {report.folder}{found}")
-    click.echo(f"{report.tokens:,} tokens, {report.supervised:,} ({share}) supervised; {report.cut:,} rows cut")
+    click.echo(
+        f"{counted(report.kept, 'row')} of {counted(report.conversations, 'conversation')} in {report.folder}{found}"
+    )
+    click.echo(
+        f"{report.tokens:,} tokens, {report.supervised:,} ({share}) supervised; {counted(report.cut, 'row')} cut"
+    )
     weights = weights or [1.0] * len(report.files)
     if len(report.files) > 1 or weights != [1.0]:
         for file, weight in zip(report.files, weights, strict=True):
             uses = "" if weight == 1 else f", weight {weight:g}: about {file.rows * weight:,.0f} uses in an epoch"
             left_out = f", {file.dropped:,} dropped" if file.dropped else ""
-            click.echo(f"    {file.name}: {file.rows:,} rows, {file.tokens:,} tokens{left_out}{uses}")
+            click.echo(f"    {file.name}: {counted(file.rows, 'row')}, {file.tokens:,} tokens{left_out}{uses}")
     for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
         click.echo(f"{count:,} dropped: {reason}")
     for example in report.examples:

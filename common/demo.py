@@ -29,7 +29,7 @@ from rich.table import Table
 from . import inspect, paths, rings_screen, window
 from .clean import clean_rings
 from .devices import gpu_count
-from .errors import ConfigError, PacelineError
+from .errors import ConfigError, PacelineError, counted
 from .init import write_run_file
 from .progress import LiveView, PlainView
 from .runfile import RunFile, load, toml_value
@@ -231,7 +231,7 @@ def _write_run(out: Path, target: str, data: Path | None, recipe: Recipe, gpus: 
     file = data.absolute() if data else _training_file(out, recipe.sources)
     layer_ids = "" if recipe.layer_ids is None else f"\nlayer_ids = {list(recipe.layer_ids)}"
     text = RUN_FILE.format(
-        what=f"on {gpus} GPUs" if gpus else "on CPU",
+        what=f"on {counted(gpus, 'GPU')}" if gpus else "on CPU",
         file=run_path,
         name=NAME,
         target=toml_value(target),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import paths
-from .errors import ConfigError, PacelineError
+from .errors import ConfigError, PacelineError, counted
 from .inspect import read_rings, runs_with_rings
 from .locks import held_by
 from .space import free_bytes, size_text
@@ -192,9 +192,9 @@ def torch_and_gpus(torch: dict[str, Any]) -> Iterator[Check]:
     elif "error" not in torch and not torch["available"]:
         why = f": {torch['why']}" if torch.get("why") else ""
         todo = "install a CUDA build of torch" if not torch["cuda"] else "update the NVIDIA driver or see nvidia-smi"
-        yield Check("cuda", "FAIL", f"{installed} GPUs are installed and torch cannot use them{why}", todo)
+        yield Check("cuda", "FAIL", f"{counted(installed, 'GPU')} installed, and torch cannot use any{why}", todo)
     elif "error" not in torch:
-        yield Check("cuda", "OK", f"torch sees {len(torch['gpus'])} of {installed} GPUs")
+        yield Check("cuda", "OK", f"torch sees {len(torch['gpus'])} of {counted(installed, 'GPU')}")
     for gpu in smi:
         yield _gpu(gpu)
 
@@ -355,7 +355,7 @@ def leftovers(folder: Path | None = None) -> Iterator[Check]:
             stale += 1
             size = size_text(sum(len(ring.states) * ring.slot_bytes for ring in dead))
             held = sum(ring.held for ring in dead)
-            text = f"nobody works on run {name}: {len(dead)} rings, {size}, {held} records wait"
+            text = f"nobody works on run {name}: {counted(len(dead), 'ring')}, {size}, {counted(held, 'record')} held"
             yield Check("rings", "WARN", text, f"start the run again, or drop them: paceline clean {name}")
     if not stale:
         yield Check("rings", "OK", f"no stale rings in {folder}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import paths
 from .doctor import Check, failed, leftovers
-from .errors import ConfigError, PacelineError
+from .errors import ConfigError, PacelineError, counted
 from .inspect import read_rings
 from .space import free_bytes, size_text
 
@@ -181,7 +181,7 @@ def _devices(run: "RunFile", torch: Mapping[str, Any]) -> Iterator[Check]:
     seen = len(torch.get("gpus", []))
     numbers = {int(name.partition(":")[2] or 0) for name in used if name != "cpu"}
     if numbers and "error" not in torch and max(numbers) >= seen:
-        text = f"{split}: torch sees {seen} GPUs"
+        text = f"{split}: torch sees {counted(seen, 'GPU')}"
         yield Check("devices", "FAIL", text, "correct workers.devices and trainer.devices, or CUDA_VISIBLE_DEVICES")
     else:
         yield Check("devices", "OK", split)
@@ -208,7 +208,7 @@ def _rings(run: "RunFile") -> Iterator[Check]:
     where = next(one for one in (folder, *folder.parents) if one.exists())
     have = sum(ring.path.stat().st_blocks * 512 for ring in read_rings(folder) if ring.problem is None)
     free = free_bytes(where)
-    each = f"{run.workers.count} rings of {run.stream.slots} slots need {size_text(needed)}"
+    each = f"{counted(run.workers.count, 'ring')} of {counted(run.stream.slots, 'slot')}: {size_text(needed)}"
     text = f"{each} in {folder}; {size_text(free)} are free" + (f", {size_text(have)} are there" if have else "")
     if not os.access(where, os.W_OK | os.X_OK):
         yield Check("rings", "FAIL", f"{where} cannot be written by uid {os.geteuid()}", "correct stream.ring_dir")

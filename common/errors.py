@@ -1,4 +1,5 @@
-"""Errors a user can cause, each with its exit code; the CLI prints their text as one line, never a traceback."""
+"""Errors a user can cause, each with its exit code; the CLI prints their text as one line, never a traceback.
+And what such lines are made of."""
 
 import signal
 
@@ -31,6 +32,11 @@ def first_line(error: Exception) -> str:
     """The first line of an error's text that says something, or else its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def counted(number: int, name: str, plural: str = "") -> str:
+    """A number of things in words: "1 record", "2 records"."""
+    return f"{number:,} {name if number == 1 else plural or name + 's'}"
 
 
 def how_it_ended(code: int) -> str:

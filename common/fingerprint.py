@@ -35,11 +35,16 @@ class Fingerprint:
     def hex(self) -> str:
         return f"{self.digest:016x}"
 
-    def differences(self, other: "Fingerprint") -> list[str]:
-        """One `name: own value, not other's value` for each field that differs, in order of name."""
+    def differences(self, other: "Fingerprint", where: str) -> str:
+        """`name is value in the run file and value in where`, of each field that differs, in order of name; empty if
+        none does. This is the run file's, `where` says whose the other is."""
         names = sorted(self.fields.keys() | other.fields.keys())
         pairs = ((name, self.fields.get(name, "absent"), other.fields.get(name, "absent")) for name in names)
-        return [f"{name}: {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs]
+        return "; ".join(
+            f"{name} is {mine} in the run file and {theirs} in {where}"
+            for name, mine, theirs in pairs
+            if mine != theirs
+        )
 
     def to_json(self) -> str:
         """Canonical JSON (sorted, ASCII). Raises ValueError over MAX_JSON_BYTES."""

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import ConfigError
+from .errors import ConfigError, counted
 from .runfile import parse, toml_value
 
 # Rows of the target's embedding that released DFlash drafters (Qwen3) or trials (SmolLM2) mask with.
@@ -145,9 +145,9 @@ def run_text(
     return _TEMPLATE.format(
         target=target,
         split=shape,
-        workers_text=_count(shape.workers, "target worker"),
-        ranks_text=_count(shape.ranks, "trainer rank"),
-        machine=_count(gpus, "GPU") if gpu else "on CPU",
+        workers_text=counted(shape.workers, "target worker"),
+        ranks_text=counted(shape.ranks, "trainer rank"),
+        machine=counted(gpus, "GPU") if gpu else "on CPU",
         file=file,
         name=toml_value(name),
         output=toml_value(f"runs/{name}"),
@@ -177,16 +177,12 @@ def _seen_from(folder: Path, text: str) -> str:
     return os.path.relpath(here, folder)
 
 
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
-
-
 def _devices(first: int, count: int) -> str:
     return f"cuda:{first}" if count == 1 else f"cuda:{first} to cuda:{first + count - 1}"
 
 
 def _shared(gpus: int) -> str:
-    return f"  # share {_count(gpus, 'GPU')} with the trainer" if gpus else ""
+    return f"  # share {counted(gpus, 'GPU')} with the trainer" if gpus else ""
 
 
 def write_run_file(path: Path, text: str, force: bool = False) -> None:

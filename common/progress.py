@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .errors import counted
 from .runfile import RunFile
 from .telemetry import Status, bottleneck, duration
 
@@ -105,18 +106,14 @@ class LiveView:
     def _title(self) -> Text:
         run = self._run
         text = Text.assemble(("paceline ", "bold"), (run.name, "bold cyan"))
-        shape = f"  {self._workers}-{run.trainer.ranks}: {_count(self._workers, 'worker')}, "
-        text.append(f"{shape}{_count(run.trainer.ranks, 'rank')}  up {duration(time.time() - self._begun)}", "dim")
+        shape = f"  {self._workers}-{run.trainer.ranks}: {counted(self._workers, 'worker')}, "
+        text.append(f"{shape}{counted(run.trainer.ranks, 'rank')}  up {duration(time.time() - self._begun)}", "dim")
         return text
 
 
 def _unnamed(child: str, line: str) -> str:
     """A line without the child's own name in front, which is shown next to it."""
     return line.removeprefix(f"{child}: ")
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _steps(status: Status) -> RenderableType:
@@ -173,7 +170,7 @@ def _processes(children: "Sequence[Child]", status: Status | None) -> Renderable
     table.add_column("last said", no_wrap=True, overflow="ellipsis", ratio=1)
     for child in children:
         said = "" if _LOG_LINE.match(child.last_line) else _unnamed(child.name, child.last_line)
-        state = child.state if not child.restarts else f"{child.state}, {_count(child.restarts, 'restart')}"
+        state = child.state if not child.restarts else f"{child.state}, {counted(child.restarts, 'restart')}"
         if child.state == "restarts":
             state = f"restarts in {max(child.start_at - time.monotonic(), 0):.0f}s"
         running = child.state == "running"

@@ -34,7 +34,7 @@ import numpy as np
 
 from . import faults
 from . import ring_layout as layout
-from .errors import ConfigError, PacelineError
+from .errors import ConfigError, PacelineError, counted
 from .fingerprint import Fingerprint
 from .locks import OfdLock
 from .ring_layout import (
@@ -666,8 +666,8 @@ def _restore(mapping: _Mapping, index: int) -> None:
 
 def _other_fingerprint(path: Path, wanted: Fingerprint, found: Fingerprint, ready: int) -> ConfigError:
     return ConfigError(
-        f"{path} holds {ready} records of another run file, dataset or target "
-        f"({'; '.join(wanted.differences(found))}): put that back, or drop the records with `paceline clean`"
+        f"{path} holds {counted(ready, 'record')} of another run file, dataset or target "
+        f"({wanted.differences(found, 'the ring')}): go back to the ring's, or drop the records with `paceline clean`"
     )
 
 

@@ -25,6 +25,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from .errors import counted
 from .inspect import STATES, RingInfo, read_rings
 from .paths import writing
 from .space import size_text
@@ -157,7 +158,7 @@ def table(
     for row in rows:
         grid.add_row(*(row.get(column.name, "") for column in columns))
     left = len(whole) - len(shown)
-    more = [Text(f"and {left} more workers: make the window taller", style="dim")] if left else []
+    more = [Text(f"and {counted(left, 'more worker')}: make the window taller", style="dim")] if left else []
     top = [Text(f"{run}: {_sizes(rings)}", style="bold", no_wrap=True, overflow=style.overflow)] if heading else []
     return Group(*top, grid, *more, *problems)
 
@@ -265,7 +266,7 @@ def _sizes(rings: Sequence[RingInfo]) -> str:
     whole = [ring for ring in rings if ring.problem is None]
     size = sum(len(ring.states) * ring.slot_bytes for ring in whole)
     alive = sum(ring.alive for ring in whole)
-    return f"{len(whole)} {'ring' if len(whole) == 1 else 'rings'}, {size_text(size)}, {alive} owners alive"
+    return f"{counted(len(whole), 'ring')}, {size_text(size)}, {counted(alive, 'owner')} alive"
 
 
 def _quantity(value: float | None) -> str:

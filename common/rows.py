@@ -36,6 +36,8 @@ ROWS_VERSION = 2
 ROWS_PER_BATCH = 1024
 MAX_WEIGHT = 100
 """Most uses of a row in an epoch."""
+FILES = frozenset({"rows.arrow", "used_tokens.npy", "format.json", "meta.json"})
+"""All that a folder of prepared rows has in it."""
 _SCHEMA = pa.schema([("tokens", pa.large_list(pa.int32())), ("mask", pa.large_list(pa.uint8()))])
 
 
@@ -258,6 +260,14 @@ class RowsWriter:
         return meta
 
 
+def check_no_others(folder: Path) -> None:
+    """ConfigError if there are files in `folder` that are not of prepared rows: replacing it would delete them."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    if others := sorted(names - FILES):
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise ConfigError(f"{folder} has files that are not of prepared rows ({others[0]}{more}): move them elsewhere")
+
+
 def _scratch(folder: Path) -> Path:
     """A new folder next to `folder`, with the permissions of the umask."""
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
@@ -286,6 +296,7 @@ def _sync(file: Any) -> None:
 
 def _replace(scratch: Path, folder: Path) -> None:
     """Rename `scratch` to `folder`; a folder already there steps aside first and is then removed."""
+    check_no_others(folder)
     if folder.exists():
         aside = _scratch(folder)
         folder.rename(aside / folder.name)

@@ -23,7 +23,7 @@ from .errors import ConfigError, UsageError
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-
+PathName = Annotated[str, Field(pattern=r"\S")]  # an empty one would be the current folder
 
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
 
@@ -49,7 +49,7 @@ class Section(BaseModel):
 class TargetSettings(Section):
     """The frozen target model."""
 
-    path: str = Field(description="Local folder, GGUF file or hub id of a causal language model")
+    path: PathName = Field(description="Local folder, GGUF file or hub id of a causal language model")
     dtype: Dtype = Field(default="bfloat16", description="Compute dtype of the target and dtype of the recorded states")
     layer_ids: list[NonNegativeInt] | None = Field(
         default=None,
@@ -80,7 +80,7 @@ class TargetSettings(Section):
 class DataFile(Section):
     """A chat file of a mix. A path alone, as a text, stands for a file of weight 1."""
 
-    path: str = Field(description="Chat file")
+    path: PathName = Field(description="Chat file")
     weight: Annotated[float, Field(gt=0, le=100)] = Field(
         default=1.0,
         description="How often an epoch uses each row of the file: 0.25 uses a quarter of them, another one each "
@@ -96,7 +96,7 @@ class DataSettings(Section):
         description=f"Chat files ({', '.join(CHAT_SUFFIXES)}), prepared into the cache on first use. A file is a path, "
         "or a table with a path and a weight",
     )
-    rows: str | None = Field(default=None, description="Folder written by `paceline prepare --out`")
+    rows: PathName | None = Field(default=None, description="Folder written by `paceline prepare --out`")
     max_length: PositiveInt = Field(default=3072, description="Longest row in tokens; longer ones are cut")
     supervise: Literal["all", "last"] = Field(
         default="all", description="Which assistant turns are supervised: every one, or the last only"
@@ -146,13 +146,13 @@ class StreamSettings(Section):
         "of each layer, which about halves rings and copies against bfloat16 and rounds the states",
     )
     prefetch: PositiveInt = Field(default=4, description="Tokenised batches each worker holds ready (q_pre)")
-    ring_dir: str = Field(default="/dev/shm/paceline", description="Where the runs' ring folders are")
+    ring_dir: PathName = Field(default="/dev/shm/paceline", description="Where the runs' ring folders are")
     numa: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: on a machine of several NUMA nodes workers and ranks run on the node of their GPU, and a "
         "worker's ring lies there. off: where the kernel puts them",
     )
-    record_to: str | None = Field(
+    record_to: PathName | None = Field(
         default=None,
         description="Folder on a disk that keeps the states of every row, so that no row is computed twice",
     )
@@ -369,7 +369,7 @@ class RunFile(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")] = Field(
         description="The run's name, in paths and units: lower-case letters, digits, - and _"
     )
-    output: str = Field(description="Folder of checkpoints, metrics and logs")
+    output: PathName = Field(description="Folder of checkpoints, metrics and logs")
     target: TargetSettings
     data: DataSettings
     stream: StreamSettings = StreamSettings()
@@ -526,7 +526,8 @@ def _absolute(values: dict[str, Any], folder: Path) -> None:
     """Makes the paths among `values` absolute, relative ones from `folder`. Leaves hub ids and wrong types alone."""
 
     def place(text: Any) -> Any:
-        return str(folder / Path(text).expanduser()) if isinstance(text, str) and text not in ("", NONE) else text
+        named = isinstance(text, str) and text.strip() and text != NONE  # an empty one is refused, not the folder
+        return str(folder / Path(text).expanduser()) if named else text
 
     if "output" in values:
         values["output"] = place(values["output"])
@@ -609,6 +610,8 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
             text = f"{key} is missing"
         case "value_error":
             text = message
+        case "string_pattern_mismatch" if not fault["input"].strip():
+            text = f"{key} = {json.dumps(fault['input'])}: must not be empty"
         case "string_pattern_mismatch":
             text = f"{key} = {json.dumps(fault['input'])}: must match {fault.get('ctx', {}).get('pattern')}"
         case "model_type" | "model_attributes_type" if isinstance(fault["loc"][-1], int):

@@ -20,7 +20,7 @@ from typing import Any
 
 from . import paths
 from .control import NoSupervisor, ask
-from .errors import PacelineError, UsageError
+from .errors import PacelineError, UsageError, counted
 from .inspect import RingInfo, read_rings
 from .locks import OfdLock, held_by
 from .ring_layout import RingInvalid, read_ring, ring_paths, write_retired
@@ -118,7 +118,7 @@ def scale(run: str, count: int, gpus: Sequence[int], say: Say) -> None:
         retire_dead(rings, count)  # of a worker that was being started again when it was told
         for folder in paths.find_run_dirs(run):
             _Wait(run, folder, count, say).until_drained(rings)
-        say(f"{run} has {count} workers")
+        say(f"{run} has {counted(count, 'worker')}")
     else:
         raise _unsupervised(run)
 
@@ -152,8 +152,7 @@ def stop(run: str, say: Say) -> None:
     """
     folder = _supervised(run)
     if folder is not None:
-        ask(paths.up_socket(folder), {"do": "stop"})
-        say(f"stopping {run}: the trainer writes a checkpoint")
+        say(ask(paths.up_socket(folder), {"do": "stop"})["said"])
         while held_by(folder / "up.lock"):
             time.sleep(POLL_S)
         say(f"{run} has stopped")
@@ -225,7 +224,9 @@ class _Wait:
         if shown["stopping"]:
             raise PacelineError(f"run {self._run} is stopping{': ' * bool(shown['why'])}{shown['why']}")
         if self._count is not None and shown["count"] != self._count:
-            raise PacelineError(f"run {self._run} was scaled to {shown['count']} workers by someone else meanwhile")
+            raise PacelineError(
+                f"run {self._run} was scaled to {counted(shown['count'], 'worker')} by someone else meanwhile"
+            )
         return shown
 
     def _scaled(self, shown: dict[str, Any]) -> bool:
@@ -274,10 +275,11 @@ class _Wait:
         records = sum(ring.count("ready") + ring.count("taken") for ring in left)
         names = ", ".join(ring.worker for ring in left)
         if self._count and held_by(self._folder / "consumer.lock"):
-            self._note(names, f"left {records} records, which the trainer takes in their turn")
+            self._note(names, f"left {counted(records, 'record')} for the trainer to take")
             return False
+        stay = "stays" if records == 1 else "stay"
         later = "workers are there again" if held_by(self._folder / "consumer.lock") else "a trainer is up"
-        self._note(names, f"left {records} records, which stay in the rings until {later}")
+        self._note(names, f"left {counted(records, 'record')}, which {stay} in the rings until {later}")
         return True
 
 
@@ -291,5 +293,5 @@ def gpu_devices(gpus: Any, available: int) -> list[str]:
         raise UsageError("gpus: a list of numbers from 0 was expected")
     for gpu in gpus:
         if gpu >= available:
-            raise UsageError(f"--gpu {gpu}: the supervisor sees {available} GPUs, counted from 0")
+            raise UsageError(f"--gpu {gpu}: the supervisor sees {counted(available, 'GPU')}, counted from 0")
     return [f"cuda:{gpu}" for gpu in gpus]

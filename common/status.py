@@ -1,4 +1,5 @@
-"""`paceline status`: how runs of this machine stand, from their trainers' status.json, their rings and their locks.
+"""`paceline status`: how runs of this machine stand, from their trainers' status.json, their rings and their locks, and
+from the supervisor where no trainer is up.
 
 Reads only. What a dead trainer said last is shown as that, with its age.
 """
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import paths
-from .errors import PacelineError
+from .control import ask
+from .errors import PacelineError, counted
 from .inspect import RingInfo, read_rings, rings_json, runs_with_rings
 from .locks import held_by
 from .telemetry import STALE_SECONDS, Status, bottleneck, duration, read_status
@@ -29,6 +31,7 @@ class RunState:
     status: Status
     alive: bool  # a trainer holds consumer.lock
     up: bool  # a supervisor holds up.lock
+    preparing: bool  # it says that it prepares the data, before there is a trainer
     age_s: float | None  # of the status
     checkpoint_age_s: float | None
     ring_folder: Path
@@ -45,11 +48,19 @@ class RunState:
             return ""
         return bottleneck(self.status if self.workers_alive else {**self.status, "workers": 0})
 
+    @property
+    def state(self) -> str:
+        """The run's, which is the trainer's if there is one; empty if nothing is known."""
+        if self.preparing:
+            return "preparing"
+        return self.status.get("state", "starting" if self.alive or self.up else "")
+
     def json(self) -> dict[str, Any]:
         """The object of `status --json`: status.json's keys, and what it cannot know."""
         return {
             "run": self.name,
             **self.status,
+            **({"state": self.state} if self.state else {}),
             "alive": self.alive,
             "up": self.up,
             "age_s": _rounded(self.age_s),
@@ -66,8 +77,8 @@ def _rounded(value: float | None) -> float | None:
 
 
 def run_states(name: str | None, ring_folder: Path) -> list[RunState]:
-    """Run `name`, or every run that has a status or rings; rings are looked for below `ring_folder`, and where the
-    run's trainer says that they are.
+    """Run `name`, or every run that is up or has a status or rings; rings are looked for below `ring_folder`, and where
+    the run's trainer says that they are.
 
     Raises:
         PacelineError: a run was named and there is no trace of it.
@@ -75,7 +86,7 @@ def run_states(name: str | None, ring_folder: Path) -> list[RunState]:
     folders = {folder.name: folder for folder in reversed(paths.find_run_dirs(name))}
     names = {run for run in runs_with_rings(ring_folder) if name in (None, run)}
     found = [_run_state(run, folders.get(run), ring_folder) for run in sorted(names | folders.keys())]
-    found = [state for state in found if state.status or state.rings]
+    found = [state for state in found if state.status or state.rings or state.alive or state.up]
     if name is not None and not found:
         bases = " or ".join(str(base) for base in paths.runtime_bases())
         raise PacelineError(
@@ -91,17 +102,28 @@ def _run_state(name: str, directory: Path | None, ring_folder: Path) -> RunState
     fresh = age is not None and age <= STALE_SECONDS
     own = Path(status["ring_dir"]) if "ring_dir" in status else ring_folder / name
     folder = own if own.is_dir() else ring_folder / name
+    alive = bool(directory and _held(directory / "consumer.lock", fresh))
+    up = bool(directory and _held(directory / "up.lock", False))
     return RunState(
         name=name,
         directory=directory,
         status=status,
-        alive=bool(directory and _held(directory / "consumer.lock", fresh)),
-        up=bool(directory and _held(directory / "up.lock", False)),
+        alive=alive,
+        up=up,
+        preparing=directory is not None and up and not alive and _prepares(directory),
         age_s=age,
         checkpoint_age_s=_age(status.get("checkpoint")),
         ring_folder=folder,
         rings=tuple(read_rings(folder)),
     )
+
+
+def _prepares(directory: Path) -> bool:
+    """Whether the run's supervisor says that it prepares the data. False if it does not answer."""
+    try:
+        return bool(ask(paths.up_socket(directory), {"do": "show"}, patience=2.0).get("preparing"))
+    except PacelineError:
+        return False
 
 
 def trainer_of(name: str) -> TrainerState:
@@ -165,7 +187,11 @@ def _colour(name: str, text: str) -> str:
 def _heading(state: RunState) -> tuple[str, str]:
     """The run's state in words, and their colour."""
     status = state.status
-    said = status.get("state", "")
+    said = state.state
+    if state.preparing:
+        return "preparing the data; the trainer starts after that", "yellow"
+    if not status and said:
+        return f"{said}; {_workers(state)}", "yellow"
     if not status:
         return f"no trainer has been up; {_workers(state)}", "yellow"
     if said == "finished":
@@ -184,7 +210,7 @@ def _in_one_line(message: str) -> str:
 
 
 def _workers(state: RunState) -> str:
-    return _count(state.workers_alive, "worker") + " up"
+    return counted(state.workers_alive, "worker") + " up"
 
 
 def status_lines(state: RunState) -> list[tuple[str, str]]:
@@ -208,7 +234,7 @@ def status_lines(state: RunState) -> list[tuple[str, str]]:
     if "listed" in status:
         refused = [f"{status['refused']} refused by ranks since the trainer's start"] if "refused" in status else []
         audit = " (`paceline audit` names them)" if status["listed"] else ""
-        lines.append(("records", _joined([f"{_count(status['listed'], 'batch', 'batches')} listed{audit}", *refused])))
+        lines.append(("records", _joined([f"{counted(status['listed'], 'batch', 'batches')} listed{audit}", *refused])))
     lines += [("trouble", str(ring.problem)) for ring in state.rings if ring.problem]
     return [(name, text) for name, text in lines if text]
 
@@ -227,7 +253,7 @@ def _progress(state: RunState) -> str:
 def _drafters(status: Mapping[str, Any]) -> str:
     return _joined(
         [
-            _count(status.get("ranks", 0), "rank"),
+            counted(status.get("ranks", 0), "rank"),
             *_part(status, "drafter_bps", "{:.2f} batches/s"),
             *_part(status, "tokens_per_s", "{:.1f} Ktok/s", 1e-3),
             *_part(status, "wait_gpu", "{:.0%} of the time computing"),
@@ -259,7 +285,3 @@ def _part(status: Mapping[str, Any], key: str, form: str, scale: float = 1.0) ->
 
 def _joined(parts: Iterable[str]) -> str:
     return ", ".join(part for part in parts if part)
-
-
-def _count(number: int, name: str, plural: str = "") -> str:
-    return f"{number:,} {name if number == 1 else plural or name + 's'}"

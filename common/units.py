@@ -22,7 +22,7 @@ from itertools import cycle
 from pathlib import Path
 
 from .devices import installed_gpus
-from .errors import ConfigError, PacelineError, UsageError
+from .errors import ConfigError, PacelineError, UsageError, counted
 from .scale import retire
 
 CONFIG_DIR = Path("/etc/paceline")
@@ -200,7 +200,7 @@ def _place(new: Sequence[int], gpus: Sequence[int]) -> dict[int, int]:
     have = installed_gpus()
     for gpu in gpus:
         if gpu >= have:
-            raise ConfigError(f"--gpu {gpu}: this machine has {have} GPUs, counted from 0")
+            raise ConfigError(f"--gpu {gpu}: this machine has {counted(have, 'GPU')}, counted from 0")
     return dict(zip(new, cycle(gpus)))
 
 

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 from . import paths
 from .control import Control, ReadySocket
 from .devices import gpu_count
-from .errors import ConfigError, PacelineError, UsageError, how_it_ended
+from .errors import ConfigError, PacelineError, UsageError, counted, how_it_ended
 from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
@@ -311,7 +311,7 @@ class Supervisor:
             case "stop":
                 if self.code is None:
                     self._stop(0, f"stopping, as asked{self._saves}")
-                return {"said": "stopping"}
+                return {"said": f"stopping {self.run_file.name}{self._saves}"}
             case "scale":
                 return {"said": self._scale(request.get("count"), request.get("gpus"))}
             case "restart":
@@ -337,6 +337,7 @@ class Supervisor:
             "count": self.wanted.count,
             "stopping": self.code is not None,
             "why": self._why[:300],
+            "preparing": self.prepare in self.active,
             "trainer": {"state": self.trainer.state, "pid": self.trainer.pid, "ready": self.trainer.ready},
             "rings": str(paths.ring_dir(self.run_file)),
             "workers": workers,
@@ -369,7 +370,7 @@ class Supervisor:
             self._remove(child)
         parts = [f"starts {_names(new)}"] if new else []
         parts += [f"removes {', '.join(child.name for child in gone)}"] if gone else []
-        said = f"{_workers(count)}: {' and '.join(parts) or 'nothing to change'}"
+        said = f"{counted(count, 'worker')}: {' and '.join(parts) or 'nothing to change'}"
         self.view.event(said)
         return said
 
@@ -590,10 +591,6 @@ class Supervisor:
         return status
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker{'' if count == 1 else 's'}"
-
-
 def _names(indices: Sequence[int]) -> str:
     return ", ".join(f"w{index}" for index in indices)
 
@@ -666,7 +663,7 @@ def up(
         workers = [worker(index, wanted.devices.get(index)) for index in range(wanted.count)]
         view = view or make_view(run, plain)
         if wanted.count != run.workers.count:
-            view.event(f"{_workers(wanted.count)}, as it was scaled to; workers.count is {run.workers.count}")
+            view.event(f"{counted(wanted.count, 'worker')}, as it was scaled to; workers.count is {run.workers.count}")
         return Supervisor(
             run,
             trainer,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .errors import counted
 from .inspect import RingInfo
 from .telemetry import STALE_SECONDS, duration
 
@@ -157,7 +158,8 @@ class Window:
                 full = all(ring.full for ring in self.rings if ring.alive)
                 does = "workers wait with full rings" if full else "workers fill their rings and will wait"
                 return Verdict("waiting", f"no trainer is up: {does}")
-            return Verdict("waiting", f"nobody works on this run; {_count(records, 'record')} wait for a trainer")
+            held = f"{counted(records, 'record')} {'waits' if records == 1 else 'wait'} for a trainer"
+            return Verdict("waiting", f"nobody works on this run; {held}")
         if not worker:
             return Verdict("waiting", "no worker is up: the trainer can only use what is in the rings")
         return None
@@ -186,7 +188,7 @@ class Window:
         enough = self.seconds >= ENOUGH_SECONDS and len(self._readings) >= ENOUGH_READINGS
         if enough and records >= ENOUGH_RECORDS:
             return None
-        moved = _count(records, "movement")
+        moved = counted(records, "movement")
         return Verdict("measuring", f"measuring: {moved} in {self.seconds:.0f} s are too few to name a bottleneck")
 
     def _past(self, ring_id: int) -> list[RingInfo]:
@@ -232,7 +234,3 @@ def rate_between(past: RingInfo, ring: RingInfo) -> Rates | None:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"

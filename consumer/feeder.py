@@ -471,7 +471,7 @@ class _Rings:
             self._skip(path, str(error))
             return
         if reader.fingerprint.digest != self._fingerprint.digest:
-            differences = "; ".join(self._fingerprint.differences(reader.fingerprint))
+            differences = self._fingerprint.differences(reader.fingerprint, "the ring")
             self._skip(path, f"it is of another run file, dataset or target ({differences})")
             reader.close()
             return

@@ -30,7 +30,7 @@ from typing import Any
 from ..common import faults, paths
 from ..common.batch import Kind
 from ..common.devices import assign_devices
-from ..common.errors import ConfigError, PacelineError
+from ..common.errors import ConfigError, PacelineError, counted
 from ..common.fingerprint import Fingerprint
 from ..common.finished import clear_finished, mark_finished
 from ..common.locks import FileLock, held_by
@@ -117,7 +117,7 @@ def main(
         if start.phase is None:
             mark_finished(run, start.step)
             _remove_leftovers(run)
-            print(f"run {run.name} is finished: {start.step} steps, {start.checkpoint}", flush=True)
+            print(f"run {run.name} is finished: {counted(start.step, 'step')}, {start.checkpoint}", flush=True)
             notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
             return 0
         faults.point("trainer.resumed")
@@ -217,11 +217,11 @@ def _find_checkpoint(run: RunFile, resume: str | None) -> Path | None:
 
 
 def _check_fingerprint(checkpoint: Path, state: CheckpointState, facts: RunFacts) -> None:
-    differences = Fingerprint(facts.fingerprint).differences(Fingerprint(state.fingerprint))
+    differences = Fingerprint(facts.fingerprint).differences(Fingerprint(state.fingerprint), "the checkpoint")
     if differences:
         raise ConfigError(
-            f"checkpoint {checkpoint} is of another run file, dataset or target ({'; '.join(differences)}): "
-            "put that back, or choose another output folder"
+            f"checkpoint {checkpoint} is of another run file, dataset or target ({differences}): "
+            "go back to the checkpoint's, or choose another output folder"
         )
 
 
@@ -516,7 +516,7 @@ class Trainer:
         faults.point("trainer.finished")
         self._progress.write("finished", why)
         self._say_last(f"run {self._run.name} is finished")
-        print(f"run {self._run.name} is finished: {step} steps{f' ({why})' if why else ''}", flush=True)
+        print(f"run {self._run.name} is finished: {counted(step, 'step')}{f' ({why})' if why else ''}", flush=True)
         feeder.finish()
         self._say_farewell(feeder)
         return 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..common.eightbit import quantise
-from ..common.errors import ConfigError
+from ..common.errors import ConfigError, counted
 from ..common.loading import as_dtype
 from ..common.record import IN_THE_MAKING, scales_offset
 from ..common.runfile import RunFile
@@ -307,7 +307,7 @@ def _check_device(device: str) -> None:
     if wanted.type == "cuda":
         count = torch.cuda.device_count()
         if (wanted.index or 0) >= count:
-            raise ConfigError(f"workers.devices: {device} is not there; this process sees {count} GPUs")
+            raise ConfigError(f"workers.devices: {device} is not there; this process sees {counted(count, 'GPU')}")
         torch.cuda.set_device(wanted)
     elif wanted.type != "cpu":
         raise ConfigError(f"workers.devices: {device} is neither cuda nor cpu")

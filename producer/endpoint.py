@@ -4,8 +4,9 @@ Many questions are asked at once over kept connections (asyncio), as many as `co
 What can pass is tried again, with a pause that doubles and is drawn at random, so that the questions of a server that
 comes back do not all come in one moment:
 
-    no connection, cut off, 429,    as long as it takes: the server is away or busy. After `patience` seconds
-    502, 503, 504                   without any answer the job ends
+    no connection                   as long as it takes: the server is away. After `patience` seconds the job ends
+    cut off, 429, 502, 503, 504     as long as it takes: it is busy. After `patience` seconds without any answer, and
+                                    no less than `timeout`, the job ends
     408, 409, 425, other 5xx        `tries` times
     no answer within `timeout`      likewise
     200 without a usable answer     likewise
@@ -19,6 +20,7 @@ After `tries` the question is `Unanswered`: it keeps its place, and another run 
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,7 @@ from typing import Any
 
 import httpx2
 
-from ..common.errors import ConfigError, PacelineError, UsageError
+from ..common.errors import ConfigError, PacelineError, UsageError, counted
 from .forms import Refused
 from .replies import Question, Reply, Sampling, Unanswered
 
@@ -46,7 +48,8 @@ class EndpointOptions:
 
     urls: base URLs of servers of the same model, asked in turn. model: its name there (None: the only one served).
     timeout: seconds for one whole answer. patience: seconds that the servers may be away before the job ends (at least
-    `timeout`, as an answer may be under way). body: fields added to each request. pause: seconds before a second try.
+    `timeout` if they take connections, as an answer may be under way). body: fields added to each request. pause:
+    seconds before a second try.
     """
 
     urls: tuple[str, ...]
@@ -83,9 +86,13 @@ def base_url(text: str) -> str:
 
 @dataclass
 class _Absence:
-    """A server that does not answer: since when, how often in a row, and when it is to be tried beside others."""
+    """A server that does not answer: since when, how often in a row, and when it is to be tried beside others.
+
+    until: when it is given up. lost: since when it takes no connection (None: it did at the last try)."""
 
     since: float
+    until: float = 0.0
+    lost: float | None = None
     faults: int = 0
     next_try: float = 0.0
 
@@ -93,9 +100,9 @@ class _Absence:
 class _Servers:
     """Which server to ask: each in turn, those that are away only now and then, unless all are."""
 
-    def __init__(self, urls: Sequence[str], patience: float, say: Callable[[str], None]) -> None:
+    def __init__(self, urls: Sequence[str], patience: float, timeout: float, say: Callable[[str], None]) -> None:
         self.urls = list(urls)
-        self._patience = patience
+        self._patience, self._timeout = patience, timeout
         self._say = say
         self._turn = 0
         self._away: dict[str, _Absence] = {}
@@ -116,16 +123,26 @@ class _Servers:
         if absence is not None and absence.faults > 1:
             self._say(f"{url}: back")
 
-    def failed(self, url: str, fault: str) -> None:
+    def failed(self, url: str, fault: str, *, connected: bool) -> None:
         """Says so at the second time: a kept connection may close by itself. PacelineError if all are away too long."""
         now = time.monotonic()
         absence = self._away.setdefault(url, _Absence(now, next_try=now + BETWEEN_VISITS))
         absence.faults += 1
+        if connected:  # its answers to others may be under way, and take up to `timeout`
+            absence.lost, absence.until = None, absence.since + max(self._patience, self._timeout)
+        elif absence.lost is None:
+            absence.lost, absence.until = now, now + self._patience
         if absence.faults == 2:
-            self._say(f"{url}: {fault}; trying again, for {self._patience:g} s")
-        silent = now - max(absence.since for absence in self._away.values())
-        if len(self._away) == len(self.urls) and silent > self._patience:
+            self._say(f"{url}: {fault}; trying again, for {max(absence.until - now, 0.0):.0f} s")
+        if self.left() <= 0:
+            silent = now - max(absence.since for absence in self._away.values())
             raise PacelineError(f"{url}: {fault}; no answer for {silent:.0f} s, so the job ends here")
+
+    def left(self) -> float:
+        """Seconds until all servers are given up; infinite while one answers."""
+        if len(self._away) < len(self.urls):
+            return math.inf
+        return max(absence.until for absence in self._away.values()) - time.monotonic()
 
 
 class Endpoint:
@@ -139,10 +156,11 @@ class Endpoint:
         self.model = options.model
         self._sampling = sampling
         self.urls = [base_url(url) for url in options.urls]
-        self._servers = _Servers(self.urls, max(options.patience, options.timeout), say)
+        self._servers = _Servers(self.urls, options.patience, options.timeout, say)
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else {},
-            timeout=httpx2.Timeout(None, connect=10.0),  # the whole answer has its own limit
+            # The whole answer has its own limit.
+            timeout=httpx2.Timeout(None, connect=min(10.0, max(options.patience, 1.0))),
             limits=httpx2.Limits(
                 max_connections=options.concurrency, max_keepalive_connections=options.concurrency, keepalive_expiry=4.0
             ),
@@ -200,7 +218,9 @@ class Endpoint:
             raise PacelineError(f"{self.urls[0]}/models: {error}; name the model with --model") from None
         if len(names) != 1:
             served = ", ".join(names) or "none"
-            raise UsageError(f"{self.urls[0]} serves {len(names)} models ({served}): choose one with --model")
+            raise UsageError(
+                f"{self.urls[0]} serves {counted(len(names), 'model')} ({served}): choose one with --model"
+            )
         return names[0]
 
     async def _again(self, ask: Callable[[], Any]) -> Any:
@@ -216,9 +236,11 @@ class Endpoint:
                 fault = error
             tried += fault.counts
             if tried >= self.options.tries:
-                raise Unanswered(f"{fault} ({tried} tries)")
+                raise Unanswered(f"{fault} ({counted(tried, 'try', 'tries')})")
             wait = fault.after if fault.after is not None else pause * random.uniform(0.5, 1.0)
             pause = min(2 * pause, LONGEST_PAUSE)
+            if fault.after is None:
+                wait = min(wait, max(self._servers.left(), 0.0))  # the last try is when patience ends
             await asyncio.sleep(wait)
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -235,11 +257,12 @@ class Endpoint:
             raise _TryAgain(f"a garbled response ({error})") from None
         except httpx2.RequestError as error:
             fault = _connection_fault(error)
-            self._servers.failed(base, fault)
+            connected = not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+            self._servers.failed(base, fault, connected=connected)
             raise _TryAgain(fault, counts=False) from None
         if response.status_code in _AWAY:
             fault = _told(response, content)
-            self._servers.failed(base, fault)
+            self._servers.failed(base, fault, connected=True)
             raise _TryAgain(fault, retry_after(response.headers.get("retry-after")), counts=False)
         self._servers.answered(base)
         if response.status_code != 200:

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..common.dataset import cache_key, cached_rows, file_digest, tokenizer_digest, wait_for_lock
-from ..common.errors import ConfigError, PacelineError
+from ..common.errors import ConfigError, PacelineError, counted
 from ..common.gguf import converted
 from ..common.locks import FileLock
 from ..common.paths import cache_dir, make_folder
 from ..common.record import MIN_ROW_TOKENS
-from ..common.rows import RowsWriter, has_scratch, remove_scratch
+from ..common.rows import RowsWriter, check_no_others, has_scratch, read_meta, remove_scratch
 from .chat import ChatEncoder, ChatFormat, Outline, cut_after_supervised, thinking_variables
 from .chatfiles import Chunk, check_names, read_chunks
 from .forms import Encoded, Refused
@@ -127,8 +127,9 @@ def prepare(
     """Prepare chat files for a target: a folder, a GGUF file or a hub id.
 
     max_length: longest row in tokens; longer ones are cut. supervise: "all" answers or the "last".
-    out: folder to write; else one in the cache (default: the user's), named by everything that decides the rows, and
-    left as it is if it is there. template_kwargs: variables for the chat template.
+    out: folder to write, which must be new, empty or have these rows; else one in the cache (default: the user's),
+    named by everything that decides the rows. Rows that are there are left as they are.
+    template_kwargs: variables for the chat template.
     progress: called with the number of conversations done. waiting: called while another process prepares the same.
     processes: default one a CPU.
 
@@ -144,22 +145,25 @@ def prepare(
         tokenizer = tokenizer_digest(target) or sha256(chat.tokenizer.encode()).hexdigest()
     counts = [FileCounts(str(path), file_digest(path)) for path in paths]
     key = cache_key([file.sha256 for file in counts], tokenizer, options.to_json())
-    store = (cache or cache_dir()) / "rows"
-    folder = out or store / key
-    _check_folder(folder)
-    lock, who = store / f"{key}.lock", f"prepare {paths[0].name}"
+    base = cache or cache_dir()
+    folder = out or base / "rows" / key
+    # Whoever writes the folder holds its lock, which is never in a folder of the user's.
+    place = base / "out" / sha256(bytes(out.resolve())).hexdigest()[:24] if out else folder
+    lock, who = place.with_name(f"{place.name}.lock"), f"prepare {paths[0].name}"
     if meta := cached_rows(folder, key):
-        if folder.parent == store and has_scratch(folder):
+        if out is None and has_scratch(folder):
             _remove_leftovers(folder, FileLock(lock, who))
         return _report(folder, meta, paths, cached=True)
-    make_folder(store, "PACELINE_CACHE: ", writable=True)
+    make_folder(lock.parent, "PACELINE_CACHE: ", writable=True)
     if out is not None:
         make_folder(out.parent, "--out: ", writable=True)
+    _check_folder(folder, out is not None, key)
     with wait_for_lock(lock, who, waiting):
-        if folder.parent == store:  # only holders of this lock write there
+        if out is None:
             remove_scratch(folder)
         if meta := cached_rows(folder, key):
             return _report(folder, meta, paths, cached=True)
+        _check_folder(folder, out is not None, key)
         chat = chat or load_format(target, trust_remote_code)
         about = {
             "key": key,
@@ -199,15 +203,30 @@ def _remove_leftovers(folder: Path, lock: FileLock) -> None:
             remove_scratch(folder)
 
 
-def _check_folder(folder: Path) -> None:
-    """Never replace something that is not prepared rows."""
+def _check_folder(folder: Path, chosen: bool, key: str) -> None:
+    """Never replace something that is not these rows, damaged. chosen: by the user, not by `key`."""
     try:
-        if folder.is_dir() and not (folder / "meta.json").exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty and holds no prepared rows: give another folder")
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder")
+        filled = folder.is_dir() and any(folder.iterdir())
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}: give another folder") from None
+    if not filled:
+        return
+    if chosen:
+        if not (folder / "meta.json").exists():
+            raise ConfigError(f"--out {folder} is not empty and holds no prepared rows: choose another folder")
+        if _key_of(folder) != key:
+            raise ConfigError(f"--out {folder} has other prepared rows: choose another folder, or remove it first")
+    check_no_others(folder)
+
+
+def _key_of(folder: Path) -> str | None:
+    """The key of the rows in a folder, which may be damaged but for their meta.json."""
+    try:
+        return read_meta(folder).get("key")
+    except ConfigError:
+        return None
 
 
 def _write(
@@ -236,7 +255,7 @@ def _write(
             progress(conversations)
     if not writer.added:
         first = f"; the first: {examples[0]}" if examples else ""
-        raise PacelineError(f"no usable row among {conversations} conversations{first}")
+        raise PacelineError(f"no usable row among {counted(conversations, 'conversation')}{first}")
     return {
         "files": [asdict(file) for file in files],
         "conversations": conversations,

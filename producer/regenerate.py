@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..common.dataset import file_digest
-from ..common.errors import ConfigError, PacelineError
+from ..common.errors import ConfigError, PacelineError, counted
 from .answers import Answers, RowId
 from .chatfiles import check_names, read_chunks
 from .forms import Refused, read_open
@@ -350,7 +350,7 @@ class _Job:
         self.relent()
         if not self._answers.answered and not self.progress.failed:
             raise PacelineError(
-                f"none of the {self.progress.rows} rows could be answered; {self._answers.refused_path}"
+                f"none of {counted(self.progress.rows, 'row')} could be answered; {self._answers.refused_path}"
             )
         found = self._answers
         return RegenerateReport(
@@ -373,7 +373,7 @@ def _reason(refused: Refused) -> str:
 
 def _ask_here(job: _Job, target: "LocalTarget") -> None:
     """Batches of like length out of a window of rows; what has further turns goes into the next window."""
-    job.listener.say(f"{job.progress.left:,} rows to answer on {target.model.device}, {target.described()}")
+    job.listener.say(f"{counted(job.progress.left, 'row')} to answer on {target.model.device}, {target.described()}")
     job.progress.started = time.monotonic()
     source, window = job.dialogues(), []
     while True:
@@ -430,7 +430,9 @@ async def _ask_all(job: _Job, options: "EndpointOptions") -> None:
 
     async with Endpoint(options, job.sampling, job.listener.say) as endpoint:
         job.served_by(str(endpoint.model))
-        job.listener.say(f"{job.progress.left:,} rows to answer by {endpoint.model} at {', '.join(endpoint.urls)}")
+        job.listener.say(
+            f"{counted(job.progress.left, 'row')} to answer by {endpoint.model} at {', '.join(endpoint.urls)}"
+        )
         job.progress.started = time.monotonic()
         source = job.dialogues()
         async with asyncio.TaskGroup() as group:

@@ -37,7 +37,7 @@ from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices, device_label
 from ..common.drops import lost
-from ..common.errors import ConfigError, PacelineError
+from ..common.errors import ConfigError, PacelineError, counted
 from ..common.fingerprint import Fingerprint, run_fingerprint
 from ..common.finished import is_finished
 from ..common.notify import Patience, Watchdog, notify
@@ -425,7 +425,7 @@ class Worker:
 
     def _leave(self) -> None:
         """Lets go of source and ring first, as a bye means that the lock can be probed now."""
-        why = f"{self._leaving or 'stopped'} after {self._made} records"
+        why = f"{self._leaving or 'stopped'} after {counted(self._made, 'record')}"
         notify("STOPPING=1", f"STATUS={why}")
         self._queue.close()
         self._stack.close()
@@ -513,7 +513,7 @@ class Worker:
         speed = f", {self._rate / 1000:.1f} Ktok/s" if self._made else ""
         doing = f", waiting for {self._waiting_for()}" if self._wait else ""
         ring = f"ring {ready} of {self._ring.slots} full, q_pre {self._queue.ready}"
-        return f"{self._made} records{speed}, {ring}{doing}"
+        return f"{counted(self._made, 'record')}{speed}, {ring}{doing}"
 
     # Messages
 

@@ -1,5 +1,6 @@
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -517,6 +518,60 @@ def test_a_folder_that_cannot_be_made(tmp_path, chat_file, tiny_tokenizer_dir, m
         prepare([chat_file], target=str(tiny_tokenizer_dir), out=Path(out), cache=tmp_path / "cache", processes=1)
     with pytest.raises(ConfigError, match="PACELINE_CACHE: cannot make folder"):
         prepare([chat_file], target=str(tiny_tokenizer_dir), cache=Path("file"), processes=1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_chosen_folder_with_other_rows_is_left_alone(tmp_path, chat_file, tiny_tokenizer_dir):
+    def made(**options):
+        return prepare([chat_file], target=str(tiny_tokenizer_dir), out=tmp_path / "rows", cache=tmp_path, **options)
+
+    folder = made().folder
+    (folder / "notes.txt").write_text("keep")
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"--out .*rows has other prepared rows: choose another folder, or remove it"):
+        made(max_length=40)
+    assert made().cached and contents(folder) == before
+    (folder / "rows.arrow").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"rows has files that are not of prepared rows \(notes.txt\): move them"):
+        made()
+    (folder / "notes.txt").unlink()
+    assert not made().cached and contents(folder) == {n: d for n, d in before.items() if n != "notes.txt"}
+
+
+def test_rows_that_another_process_writes_meanwhile_are_left_alone(tmp_path, chat_file, tiny_tokenizer_dir):
+    def made(**options):
+        return prepare([chat_file], target=str(tiny_tokenizer_dir), out=tmp_path / "rows", cache=tmp_path, **options)
+
+    def other_process(done):
+        if done == 200:
+            later.start()
+            assert waits.wait(30), "it looks while the folder is not there yet"
+
+    waits, refused = threading.Event(), []
+
+    def late():
+        with pytest.raises(ConfigError, match="has other prepared rows"):
+            made(max_length=40, waiting=waits.set)
+        refused.append(True)
+
+    later = threading.Thread(target=late)
+    folder = made(progress=other_process).folder
+    later.join(30)
+    assert refused and Rows.open(folder).meta["max_length"] == 3072
+
+
+def test_damaged_rows_in_the_cache_take_no_others_file_with_them(tmp_path, chat_file, tiny_tokenizer_dir):
+    folder = prepare([chat_file], target=str(tiny_tokenizer_dir), cache=tmp_path).folder
+    (folder / "meta.json").unlink()
+    assert prepare([chat_file], target=str(tiny_tokenizer_dir), cache=tmp_path).folder == folder
+    (folder / "meta.json").unlink()
+    (folder / "notes.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="files that are not of prepared rows"):
+        prepare([chat_file], target=str(tiny_tokenizer_dir), cache=tmp_path)
+    assert (folder / "notes.txt").exists()
 
 
 def test_targets_without_tokenizer_or_template(tmp_path, chat_file, make_tokenizer):

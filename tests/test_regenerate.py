@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -220,6 +221,27 @@ def test_an_endpoint_that_stays_away_ends_the_job(server: ChatServer, ask: Any, 
         ask(chats, patience=0.2, timeout=0.2, pause=0.01)
     assert error.value.exit_code == 1
     assert sum("trying again" in line for line in ask.said) == 1
+
+
+@pytest.mark.parametrize("model", [None, "tiny"])
+def test_an_endpoint_without_connection_is_given_up_after_patience(
+    model: str | None, server: ChatServer, ask: Any, chats: Path
+) -> None:
+    server.close()
+    began = time.monotonic()
+    with pytest.raises(PacelineError, match="no answer for 1 s, so the job ends here"):
+        ask(chats, model=model, patience=1.0, timeout=600.0, pause=30.0)
+    assert time.monotonic() - began < 10, "neither the time for an answer nor a long pause counts"
+
+
+def test_a_busy_endpoint_is_waited_for_while_an_answer_may_be_under_way(
+    server: ChatServer, ask: Any, chats: Path
+) -> None:
+    server.faults = {"question 0": ["slow"], "question 1": ["503"] * 200}
+    timer = threading.Timer(1.0, server.released.set)
+    timer.start()
+    assert ask(chats, concurrency=2, patience=0.01).answered == 30
+    timer.join()
 
 
 def test_an_endpoint_that_comes_back_is_waited_for(server: ChatServer, ask: Any, chats: Path) -> None:
@@ -566,7 +588,7 @@ def test_base_urls() -> None:
 
 
 def test_nothing_usable_is_a_failure(ask: Any, tmp_path: Path) -> None:
-    with pytest.raises(PacelineError, match="none of the 2 rows could be"):
+    with pytest.raises(PacelineError, match="none of 2 rows could be"):
         ask(write_rows(tmp_path / "a.jsonl", ["{", "[]"]))
 
 

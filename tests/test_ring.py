@@ -446,7 +446,9 @@ def test_records_of_another_fingerprint_are_not_dropped_in_silence(path: Path):
     slot = fill(ring, 1)
     ring.close()
     other = Fingerprint({"target": "tiny", "seed": 1})
-    with pytest.raises(ConfigError, match=r"1 records .*seed: 1, not 0.*paceline clean"):
+    with pytest.raises(
+        ConfigError, match=r"1 record of .*\(seed is 1 in the run file and 0 in the ring\): go back .*clean`"
+    ):
         open_ring(path, fingerprint=other)
     reader = RingReader.open(path)
     assert reader.fingerprint == FINGERPRINT and len(ready(reader)) == 1 and not reader.probe()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from paceline.common import rings_screen as screen
+from paceline.common.errors import counted
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.inspect import RingInfo
 from paceline.common.ring import Ring
@@ -92,6 +93,14 @@ def test_a_low_window_counts_the_workers_that_it_leaves_out():
     shown = lines(screen.table("demo", many, {}, width=100, most_rows=10), 100)
     assert "and 31 more workers: make the window taller" in "\n".join(shown)
     assert [line.split()[0] for line in shown if re.match(r"w\d", line)] == [f"w{place}" for place in range(9)]
+
+
+def test_one_is_told_apart_from_many():
+    one = replace(rings()[0], states=("ready",), slot_bytes=1 << 20, alive=True)
+    assert screen._sizes([one]) == "1 ring, 1 MiB, 1 owner alive"
+    assert screen._sizes([one, replace(one, alive=False)]).endswith("1 owner alive")
+    assert screen._sizes([one, one]) == "2 rings, 2 MiB, 2 owners alive"
+    assert [counted(n, "batch", "batches") for n in (0, 1, 1000)] == ["0 batches", "1 batch", "1,000 batches"]
 
 
 def test_the_sum_is_of_all_workers():

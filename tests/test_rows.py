@@ -109,6 +109,15 @@ def test_writing_again_replaces_and_leaves_open_rows_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
+def test_a_folder_with_files_of_others_is_not_replaced(tmp_path):
+    folder = write(tmp_path / "rows", make_rows(5))
+    (folder / "notes.txt").write_text("keep")
+    with pytest.raises(ConfigError, match=r"notes.txt\): move them elsewhere"):
+        write(folder, make_rows(9))
+    assert len(Rows.open(folder)) == 5 and (folder / "notes.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
 def damage_meta(folder, **change):
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | change))

@@ -154,6 +154,34 @@ def test_bad_overrides_are_named(run_path: Path) -> None:
         load(run_path, ["stream.slots=many"])
 
 
+EMPTY = {
+    "output": 'output = ""',
+    "target.path": '[target]\npath = " "',
+    "data.files": '[data]\nfiles = ["a.jsonl", ""]',
+    "data.files.path": '[[data.files]]\npath = ""\nweight = 2',
+    "data.rows": '[data]\nrows = ""\nfiles = ["a.jsonl"]',
+    "stream.ring_dir": '[stream]\nring_dir = ""',
+    "stream.record_to": '[stream]\nrecord_to = "\\t"',
+    "drafter.init_from": '[drafter]\ninit_from = ""',
+}
+
+
+@pytest.mark.parametrize("key", EMPTY)
+def test_an_empty_path_is_no_folder(run_path: Path, key: str) -> None:
+    tables = {"output": 'output = "out"', "target": '[target]\npath = "org/m"', "data": '[data]\nfiles = ["a.jsonl"]'}
+    run_path.write_text("\n".join(['name = "demo"', *(tables | {key.partition(".")[0]: EMPTY[key]}).values()]) + "\n")
+    with pytest.raises(ConfigError, match=rf"run\.toml:\d+: {key}(\.path)? = \"( |\\t)?\": must ") as caught:
+        load(run_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["output", "target.path", "data.rows", "stream.ring_dir", "stream.record_to"])
+def test_an_empty_path_is_no_override(run_path: Path, key: str) -> None:
+    for value in ("", '""', "' '"):
+        with pytest.raises(ConfigError, match=rf'^--set: {key} = " ?": must not be empty'):
+            load(run_path, [f"{key}={value}"])
+
+
 def test_missing_keys_and_files(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     with pytest.raises(ConfigError, match=r"run\.toml: no such run file \(`paceline init` writes one\)"):

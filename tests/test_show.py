@@ -75,5 +75,5 @@ def test_a_run_of_weighted_files(files, target, tiny_target_dir, tmp_path, capsy
     )
     assert main(["prepare", str(path), "--show", "1"]) == 0
     out = capsys.readouterr().out
-    assert f"    {files[1]}: 1 rows, " in out and "weight 3: about 3 uses in an epoch\n" in out
+    assert f"    {files[1]}: 1 row, " in out and "weight 3: about 3 uses in an epoch\n" in out
     assert out.count("\nrow ") == 1

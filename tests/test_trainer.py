@@ -516,7 +516,7 @@ def test_changed_run_file_is_refused_with_both_values(job: Job):
     stop_after(job, 2)
     job.settings["trainer"]["seed"] = 5
     output = ended(job.trainer(), 78)
-    assert "seed: 5, not 0" in output
+    assert "(seed is 5 in the run file and 0 in the checkpoint)" in output
 
 
 def test_lowered_limit_is_refused(job: Job):

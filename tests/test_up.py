@@ -3,6 +3,7 @@
 A script can signal the supervisor as its parent (`kill -INT $PPID`), so no test waits for a clock to do so.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
 from paceline.common.progress import PlainView
 from paceline.common.runfile import load
+from paceline.common.status import run_states
+from paceline.common.telemetry import write_status
 from paceline.common.up import Child, Policy, Supervisor, Tail, up
 
 QUICK = Policy(limit=3, window=60, first_pause=0.05, longest_pause=0.1, leave=5, stop=20)
@@ -192,6 +195,51 @@ def test_nothing_starts_if_the_data_cannot_be_prepared(run_path: Path, capfd: py
     assert "no such file" in capfd.readouterr().out
     assert not (run_path.parent / "out/logs/trainer.log").exists()
     assert up(run_path, command=Scripts(prepare="exit 5"), policy=QUICK) == 1
+
+
+def looked_at(run_path: Path, until: str, **scripts: str) -> tuple[str, dict[str, object], str]:
+    """What `status` (text, JSON) and then `stop` say of a run that is up, once shell command `until` has ended."""
+    command = f"{sys.executable} -m paceline.common.cli"
+    asks = " && echo === && ".join(f"{command} {verb}" for verb in ("status t", "status t --json", "stop t"))
+    looker = subprocess.Popen(
+        ["/bin/sh", "-c", f"{until}; {asks}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert up(run_path, command=Scripts(**scripts), policy=QUICK) == 0
+        shown, _ = looker.communicate(timeout=30)
+    finally:
+        looker.kill()
+    assert looker.returncode == 0, shown
+    text, found, stopped = shown.split("===\n")
+    return text, json.loads(found), stopped
+
+
+@pytest.mark.parametrize("before", [{}, {"state": "finished", "step": 7, "updated": 1.0}])
+def test_a_run_whose_data_are_prepared_is_shown_and_stopped_as_that(run_path: Path, before: dict[str, object]) -> None:
+    if before:
+        write_status(paths.status_path(load(run_path)), before)
+    logged = wait_for("at it", run_path.parent / "out/logs/prepare.log")
+    text, found, stopped = looked_at(run_path, logged, prepare=f"echo at it; {FOREVER}")
+    assert text.startswith("t  preparing the data; the trainer starts after that\n")
+    assert (found["state"], found["up"], found["alive"]) == ("preparing", True, False)
+    assert stopped == "stopping t\nt has stopped\n"
+
+
+def test_a_run_whose_trainer_has_said_nothing_yet_is_starting(run_path: Path) -> None:
+    logged = wait_for("up", run_path.parent / "out/logs/trainer.log")
+    text, found, stopped = looked_at(run_path, logged)
+    assert text.startswith("t  starting; 0 workers up\n") and found["state"] == "starting"
+    assert stopped == "stopping t: the trainer writes a checkpoint\nt has stopped\n"
+
+
+def test_a_supervisor_that_does_not_answer_is_shown_as_up(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with FileLock(paths.up_lock(load(run_path)), "paceline up of run t") as lock:
+        assert lock.acquire()
+        [state] = run_states(None, tmp_path / "rings")
+    assert (state.name, state.state, state.up) == ("t", "starting", True)
+    assert run_states(None, tmp_path / "rings") == []
 
 
 def test_descendants_of_a_dead_trainer_go_with_it(run_path: Path) -> None:
