@@ -222,7 +222,8 @@ class _Wait:
         except NoSupervisor:
             raise PacelineError(f"run {self._run} ended meanwhile") from None
         if shown["stopping"]:
-            raise PacelineError(f"run {self._run} is stopping{': ' * bool(shown['why'])}{shown['why']}")
+            why = shown.get("why", "")  # a supervisor of an earlier version says none
+            raise PacelineError(f"run {self._run} is stopping{f': {why}' if why else ''}")
         if self._count is not None and shown["count"] != self._count:
             raise PacelineError(
                 f"run {self._run} was scaled to {counted(shown['count'], 'worker')} by someone else meanwhile"
