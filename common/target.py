@@ -49,12 +49,8 @@ Mode = Literal["packed", "padded", "alone"]
 
 PADDED_TOKENS = 8192  # most tokens, padding included, that run side by side
 PADDED_SHARE = 0.8  # a row joins longer ones when it is at least so long, relative to the longest
-CHECK_LENGTHS: tuple[int, ...] = (
-    23,
-    17,
-    40,
-    36,
-)  # rows of the self-check, two to run side by side; one more exceeds the sliding window
+# Rows of the self-check, two of a length to run side by side; one more is longer than the sliding window.
+CHECK_LENGTHS: tuple[int, ...] = (23, 17, 40, 36)
 CHECK_WINDOW = {"cpu": 512, "cuda": 4096}  # widest window that the self-check reaches across
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types that `packed_attention` serves
 
