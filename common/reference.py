@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 ROUNDED = 0.03  # of a layer's output is allowed to be wrong likewise: it is rounded, however little a layer adds
 ROUTED = 0.25  # of a mixture's tokens, those with the largest errors, may have gone to other experts
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # How far off quantised layers may be another way, relative to plain ones: roundings of its own are as large and
 # independent, so that it is 1 but for chance, and faults of 0.75 of that error are seen. Besides a tenth of the
 # tolerance, for roundings of the dtype itself where quantising moves the states by less.
@@ -112,9 +111,8 @@ def take_alone(target: "Target", rows: list[Tensor]) -> Reference:
         for handle in handles:
             handle.remove()
     inputs = {layer: torch.cat(parts) for layer, parts in taken.items()}
-    routed = any((getattr(target.text_config, name, None) or 0) > 1 for name in _EXPERTS)
     limits = dict.fromkeys(outputs, TOLERANCE.get(target.dtype, 1e-3))
-    return Reference(rows, inputs, outputs, limits, routed, target.device)
+    return Reference(rows, inputs, outputs, limits, target.info.experts > 0, target.device)
 
 
 def run_layers(

@@ -386,7 +386,7 @@ class Target:
 
     def _check_rows(self) -> list[Tensor]:
         lengths = list(CHECK_LENGTHS)
-        window = getattr(self.text_config, "sliding_window", None) or 0
+        window = getattr(self._text, "sliding_window", None) or 0
         if 0 < window <= CHECK_WINDOW.get(self.device.type, 512):
             lengths.append(window + 33)
         if self._delta_nets:
@@ -395,12 +395,12 @@ class Target:
         return [torch.randint(self.info.vocab_size, (length,), generator=generator) for length in lengths]
 
     @property
-    def text_config(self) -> Any:
+    def _text(self) -> Any:
         return self.decoder.config.get_text_config(decoder=True)
 
     def _window_of_rope(self) -> int | None:
         """The length beyond which a row, and all that runs beside it, has another rotary embedding; None for none."""
-        config = self.text_config
+        config = self._text
         parameters = getattr(config, "rope_parameters", None) or {}
         for one in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
             if one.get("rope_type") in ("longrope", "dynamic"):
@@ -411,7 +411,7 @@ class Target:
     def _fault(self, reference: Reference) -> str | None:
         """Why the current mode is wrong for this model; None if it is right."""
         if self.mode == "packed":
-            kinds = set(getattr(self.text_config, "layer_types", None) or ()) - _ATTENTION
+            kinds = set(getattr(self._text, "layer_types", None) or ()) - _ATTENTION
             if self._delta_nets and kinds == {"linear_attention"}:
                 if (fault := delta_net.fault(self._delta_nets[0], self.device, self.dtype)) is not None:
                     return fault
@@ -426,7 +426,7 @@ class Target:
         tokens = torch.cat(rows[:1]).to(self.device)
         bounds = Boundaries([0, len(tokens)], self.device)
         self._packed(tokens, bounds, {len(self.layers) - 1: [0]}, lambda plane, out: None)
-        config = self.text_config
+        config = self._text
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         wanted = {window}
         if kinds:

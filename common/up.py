@@ -645,7 +645,10 @@ def up(
             if not lock.acquire():
                 raise PacelineError(f"{what} is already up: {held_by(path)}")
             held.callback(lock.release)
-        for path, what in ((paths.consumer_lock(run), f"run {run.name}"), (paths.trainer_lock(run), run.output)):
+        for path, what in (
+            (paths.consumer_lock(run), f"run {run.name}"),
+            (paths.trainer_lock(run), f"output {run.output}"),
+        ):
             if holder := held_by(path):
                 raise PacelineError(f"{what} already has a trainer: {holder}")
 
