@@ -4,11 +4,14 @@ A run is a queue between two sides, so it goes at the speed of the slower one:
 
     N workers of T and M ranks of D          min(N·T, M·D)
     one GPU that both sides share            1 / (1/T + 1/D)
-    workers on A GPUs, B of the ranks there  A·T / (1 + B·T / (M·D)), M·D at most
+    workers on A GPUs, B of the ranks there  A·T / (1 + B·T / (M·D)), but not more than a rank's GPU can do
 
-In the last a worker has what ranks leave of its GPU's time; the others are its special cases. T and D are what one
-worker or rank does when it never waits, in any unit, both in the same. On a live run they follow from the rates and the
-shares of time that each side waits. Pure arithmetic; `paceline plan` and `paceline status` show it.
+In the last the workers are the slower side, and those on a rank's GPU have what it leaves of its time. Where ranks are,
+rings are full and each worker makes as much as any other, so a rank that shares its GPU with b of N workers trains at
+1 / (1/(M·D) + b/(N·T)) of the whole; with processes that always want to compute a GPU goes round, so a rank has
+1/(1 + b) of it at least. The others are special cases. T and D are what one worker or rank does when it never waits, in
+any unit, both in the same. On a live run they follow from the rates and the shares of time that each side waits. Pure
+arithmetic; `paceline plan` and `paceline status` show it.
 """
 
 from collections import Counter
@@ -62,9 +65,14 @@ def placed_rate(rates: Rates, workers: Sequence[str], ranks: Sequence[str]) -> f
     Workers that share a device are as fast together as one of them alone.
     """
     shared = sum(device in workers for device in ranks)
-    each = len(ranks) * rates.drafter
-    made = len(set(workers)) * rates.target / (1 + shared * rates.target / each)
-    return min(made, each / max(Counter(ranks).values()))
+    trained, all_workers = len(ranks) * rates.drafter, len(workers) * rates.target
+    made = len(set(workers)) * rates.target / (1 + shared * rates.target / trained)
+    there = Counter(workers)
+    full = (
+        max(1 / (count / trained + there[device] / all_workers), trained / (count + there[device]))
+        for device, count in Counter(ranks).items()
+    )
+    return min(made, *full)
 
 
 def splits(rates: Rates, gpus: int) -> list[Split]:
