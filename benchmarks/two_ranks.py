@@ -16,7 +16,6 @@ Exit code 1: a loss differs by more than `--tolerance`, relatively. Writes FOLDE
 import argparse
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.common import paths
-from paceline.common.clean import clean_rings
+from paceline.common.bench import clear, clear_shared
 from paceline.common.dataset import prepared_rows
 from paceline.common.devices import gpu_count
 from paceline.common.errors import ConfigError, PacelineError, UsageError
@@ -180,15 +178,15 @@ class Bench:
     def _run(self, arm: str, settings: Sequence[str]) -> None:
         """`paceline up`, from the beginning and to the end."""
         run, folder = self.load(arm, settings), self._out / arm
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(run)  # and what a comparison that was killed left, of other data perhaps
         folder.mkdir(parents=True)
         log = folder / "up.log"
-        code = up(self._options.run, self._all(arm, settings), log)
-        if paths.ring_dir(run).is_dir():
-            clean_rings(paths.ring_dir(run).parent, run.name, dry_run=False, say=lambda _: None)
+        try:
+            code = up(self._options.run, self._all(arm, settings), log)
+        finally:
+            clear_shared(run)
         if code:
-            last = (log.read_text().strip().splitlines() or ["it said nothing"])[-1]
-            raise PacelineError(f"{arm} ended with {code}: {last} ({log})")
+            raise PacelineError(f"{arm} ended with exit code {code}: {reason(log)} ({log})")
 
 
 def up(run_path: Path, settings: Sequence[str], log: Path) -> int:
@@ -197,6 +195,13 @@ def up(run_path: Path, settings: Sequence[str], log: Path) -> int:
     command = [sys.executable, "-m", "paceline.common.cli", "up", str(run_path), "--plain", *sets]
     with log.open("w") as file:
         return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def reason(log: Path) -> str:
+    """What `paceline up` says made it end: a process's own error, else its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    named = [line.partition("paceline: ")[2] for line in lines if "paceline: " in line]
+    return (named or lines or ["it said nothing"])[-1]
 
 
 def summarise(ranks: int, lines: Sequence[Mapping[str, Any]], batches: int, warm: int) -> Result:

@@ -5,6 +5,7 @@ It is in every ring, record and checkpoint; a mismatch is refused with both valu
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .target_info import TargetInfo
 
 MAX_JSON_BYTES = 3000  # it shares the ring's header page
+_SHOWN = 12  # characters of a digest, in messages
 _MAX_MIX = 300  # characters of the files' rows and weights; a hash stands for longer ones
 
 
@@ -41,7 +43,7 @@ class Fingerprint:
         names = sorted(self.fields.keys() | other.fields.keys())
         pairs = ((name, self.fields.get(name, "absent"), other.fields.get(name, "absent")) for name in names)
         return "; ".join(
-            f"{name} is {mine} in the run file and {theirs} in {where}"
+            f"{name} is {_short(mine)} in the run file and {_short(theirs)} in {where}"
             for name, mine, theirs in pairs
             if mine != theirs
         )
@@ -62,6 +64,10 @@ class Fingerprint:
         ):
             raise ValueError("a fingerprint is a JSON object of strings and integers")
         return cls(fields)
+
+
+def _short(value: str | int) -> str | int:
+    return value[:_SHOWN] if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32,}", value) else value
 
 
 def run_fingerprint(run: "RunFile", rows: "Rows", info: "TargetInfo", layer_ids: Sequence[int]) -> Fingerprint:

@@ -57,6 +57,13 @@ def test_what_records_and_plan_depend_on_is_told_apart(change):
     )
 
 
+def test_digests_are_shown_by_their_first_characters():
+    one, other = Fingerprint({"dataset": "ab" * 32}), Fingerprint({"dataset": "cd" * 32})
+    assert one.differences(other, "the ring") == (
+        "dataset is abababababab in the run file and cdcdcdcdcdcd in the ring"
+    )
+
+
 @pytest.mark.parametrize(
     "change", [{"trainer__epochs": 2}, {"trainer__ranks": 3}, {"workers__count": 5}, {"optimizer__lr": 1e-3}]
 )

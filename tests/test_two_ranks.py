@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from paceline.common.errors import PacelineError, UsageError
+from paceline.common.paths import ring_dir
 from paceline.common.rows import Rows, RowsWriter
 from paceline.common.runfile import load
 from paceline.common.telemetry import read_metrics
@@ -58,6 +59,26 @@ def test_wrong_use(two_ranks, run_path, tmp_path, monkeypatch, capsys):
     assert two_ranks.main([str(run_path), *out]) == 2
     assert "--ranks 2: this machine has 1 GPUs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_rings_of_a_comparison_that_was_killed_are_removed_first(two_ranks, run_path, tmp_path, monkeypatch):
+    """They may hold records of other data, which a worker refuses to drop by itself."""
+    bench = two_ranks.Bench(options(two_ranks, run_path, tmp_path / "out", "--ranks", "1"), Console())
+    run = bench.load("ranks-1", [])
+    leftover = ring_dir(run) / "w0.ring"
+    leftover.parent.mkdir(parents=True)
+    leftover.touch()
+    seen = []
+
+    def up(path, settings, log):
+        seen.append(leftover.exists())
+        log.write_text("w0      | paceline: no such thing\nup      | w0 ended with exit code 78\n")
+        return 78
+
+    monkeypatch.setattr(two_ranks, "up", up)
+    with pytest.raises(PacelineError, match=r"ranks-1 ended with exit code 78: no such thing \(.*up\.log\)"):
+        bench._run("ranks-1", [])
+    assert seen == [False]
 
 
 def test_the_rows_that_are_recorded_are_so_many_tokens(two_ranks, tmp_path):
