@@ -221,7 +221,8 @@ def test_rows_run_padded_and_alone_by_the_models_own_code(make_tiny_target, stan
 
 def test_without_the_package_rows_run_padded_and_one_line_names_it(make_tiny_target, monkeypatch, caplog):
     monkeypatch.setattr(delta_net, "DEVICES", ("cpu",))
-    monkeypatch.setitem(sys.modules, "fla", None)  # as if it were not installed
+    for name in ["fla", *(name for name in sys.modules if name.startswith("fla."))]:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     target = load(make_tiny_target("qwen3_5"))
     target.self_check()
     assert target.mode == "padded"

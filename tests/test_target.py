@@ -21,7 +21,7 @@ from paceline.common.reference import states_fault, take_alone
 from paceline.common.runfile import RunFile
 from paceline.common.target import Target
 from paceline.common.target_info import default_layer_ids, resolve_layer_ids, target_info
-from paceline.common.varlen import _varlen_kernel, _with_sinks, sunk
+from paceline.common.varlen import _row_attention, _varlen, _varlen_kernel, _with_sinks, sunk
 from paceline.producer.capture import TargetSource
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -648,7 +648,27 @@ def test_the_varlen_kernel_agrees_with_one_row_at_a_time(make_tiny_target, kind,
     assert _varlen_kernel() is not None
     monkeypatch.setattr("paceline.common.varlen._varlen_kernel", lambda: None)
     plain = states_of(target, tokens, cu_seqlens, LAYER_IDS)
-    assert float((fast - plain).norm() / plain.norm()) < 0.02
+    error = (fast - plain).norm(dim=-1) / plain.norm(dim=-1)
+    # A mixture's experts are chosen by comparing logits: a rounding sends some tokens to others.
+    most = error.flatten().quantile(0.75 if target.info.experts else 1.0)
+    assert float(most) < 0.05, error
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("lengths", [[9, 400, 23, 38, 700, 8], [3, 5]], ids=["long", "as many tokens as heads"])
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_varlen_kernel_gives_each_rows_attention(lengths, window, with_sinks):
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(1, n, sum(lengths), 64, generator=draw, device="cuda").bfloat16() for n in (8, 2, 2))
+    sinks = torch.linspace(-1, 5, 8, device="cuda") if with_sinks else None
+    bounds = [0, *np.cumsum(lengths).tolist()]
+    found = _varlen(q, k, v, Boundaries(bounds, torch.device("cuda")), None, window, sinks)
+    assert found is not None, "the kernel did not run"
+    for start, end in pairwise(bounds):
+        query, key, value = (part[:, :, start:end].float() for part in (q, k, v))
+        wanted = _row_attention(query, key, value, None, window, sinks).transpose(1, 2)
+        torch.testing.assert_close(found[:, start:end].float(), wanted, rtol=0.02, atol=0.02)
 
 
 def test_attention_comes_out_as_compiled_layers_count_on(monkeypatch):
