@@ -10,7 +10,9 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,7 @@ class DFlash:
     """A `DFlashLearner` as the loop calls it: with the step's learning rate, metrics by name, and rings page-locked."""
 
     def __init__(self, job: RankJob, run: RunFile, rows: Rows):
+        moments = [time.monotonic()]
         paths.prepare_torch()
         if run.stream.numa == "auto" and (placed := bind_near(job.device)):
             log.info("rank %d: %s", job.rank, placed)
@@ -61,6 +64,7 @@ class DFlash:
         from ..common.target_info import target_info
         from . import learner, losses, optim, rehearsal, transfer
 
+        moments.append(time.monotonic())
         if run.trainer.threads:
             torch.set_num_threads(run.trainer.threads)
         self._device, self._settings = torch.device(job.device), run.optimizer
@@ -74,8 +78,12 @@ class DFlash:
         self._learner = learner.build_learner(
             run, info, job.layer_ids, device=self._device, used_token=rows.used_token, resumed=resumed
         )
+        moments.append(time.monotonic())
         if self._device.type == "cuda":
             rehearsal.rehearse(self._learner)
+        moments.append(time.monotonic())
+        took = [end - start for start, end in pairwise(moments)]
+        log.info("rank %d is ready: %.1f s for libraries, %.1f s for weights, %.1f s for a rehearsal", job.rank, *took)
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
         self.prepare = self._learner.prepare
         self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard

@@ -149,6 +149,7 @@ def test_one_and_two_ranks_of_a_tiny_target(two_ranks, run_path, tmp_path, fork_
     for arm in ("ranks-1", "ranks-2"):
         assert len(re.findall(r": (\d+) of \1 rows are recorded", (out / arm / "up.log").read_text())) == 2, "workers"
         assert audit(max((out / arm / "checkpoints").glob("step-*"))).clean
+        assert re.search(r"rank 0 is ready: [\d.]+ s for libraries", (out / arm / "up.log").read_text())
         assert read_metrics(out / arm)[-1]["rank_records"]
     monkeypatch.setattr(two_ranks.Bench, "_run", lambda *_: pytest.fail("it was recorded again"))
     two_ranks.Bench(options(two_ranks, run_path, out, *few), Console()).record()
