@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -44,7 +44,7 @@ from .measuring import Said, run_side
 from .rows import RowsWriter
 from .runfile import RunFile, load, to_toml, toml_value
 from .target_info import CONVERTED
-from .telemetry import Status, read_metrics
+from .telemetry import Status, read_metrics, read_status
 from .up import Child, up
 
 CONFIGS = Path(__file__).with_name("bench_configs")
@@ -126,6 +126,8 @@ class Result:
     reduce_share: float = 0.0  # of the time, for adding gradients up over the ranks
     reduce_ms: float = 0.0  # of a step
     idle: list[float] = field(default_factory=list)  # share of each rank: without a record, or waiting for another rank
+    q_pre: dict[str, float] = field(default_factory=dict)  # of each worker: batches that wait for its forward, mean
+    q_hs: dict[str, float] = field(default_factory=dict)  # ... records in its ring
     gpus: list[dict[str, float]] = field(default_factory=list)  # utilisation %, power W, memory MiB: means
     timeline: list[dict[str, Any]] = field(default_factory=list)
     placement: dict[str, list[str]] = field(default_factory=dict)  # devices of the workers and the ranks
@@ -140,6 +142,12 @@ class Result:
     def rank_cells(self) -> tuple[str, str]:
         reduction = f"{self.reduce_share:.1%}" if len(self.idle) > 1 else "-"
         return reduction, " ".join(f"{share:.1%}" for share in self.idle)
+
+    @property
+    def queues(self) -> str:
+        """Of each worker, on a line."""
+        means = (f"{name} {self.q_pre[name]:.1f}, {self.q_hs[name]:.1f}" for name in self.q_pre)
+        return f"{self.topology}: q_pre, q_hs: {'; '.join(means)}" if self.q_pre else ""
 
     def each_gpu(self, name: str) -> str:
         return " ".join(f"{gpu[name]:.0f}" for gpu in self.gpus) or "-"
@@ -216,7 +224,14 @@ def bench_pipeline(
     _write(folder, results)
     console.print(table(results))
     console.print(plan_table(results))
+    print_queues(results, console)
     return results
+
+
+def print_queues(results: Sequence[Result], console: Console) -> None:
+    for result in results:
+        if result.queues:
+            console.print(result.queues, markup=False)
 
 
 def _write(folder: Path, results: Sequence[Result]) -> None:
@@ -342,11 +357,22 @@ def _alone(side: str, run_path: Path, run: RunFile, seconds: float, said: Said) 
 # Both together
 
 
+class Sample(NamedTuple):
+    """A look at a run."""
+
+    rings: list[inspect.RingInfo]
+    status: Status | None
+
+    @classmethod
+    def of(cls, run: RunFile) -> "Sample":
+        return cls(inspect.read_rings(paths.ring_dir(run)), read_status(paths.status_path(run)))
+
+
 class _Samples:
     """The view of a run that is measured: samples the rings each second, and ends the run when it has enough."""
 
     def __init__(self, run: RunFile, options: Options, console: Console) -> None:
-        self.rings: list[list[inspect.RingInfo]] = []
+        self.seen: list[Sample] = []
         self.window: tuple[float, float] | None = None  # time.time() of the first and last moment that count
         self.failures: list[str] = []
         self._run, self._options, self._console = run, options, console
@@ -367,7 +393,7 @@ class _Samples:
         begins = self._first_step + self._options.warm_up
         if now >= begins:
             self.window = (begins, now)
-            self.rings.append(inspect.read_rings(paths.ring_dir(self._run)))
+            self.seen.append(Sample.of(self._run))
         if now >= begins + self._options.seconds:
             os.kill(os.getpid(), signal.SIGINT)  # the second one kills: the weights are of no use
 
@@ -434,7 +460,7 @@ def _pipeline(run_path: Path, run: RunFile, alone: Mapping[str, float], options:
     clear_shared(run)
     if view.window is None or code not in (0, 130):
         raise PacelineError(f"the pipeline did not run: {'; '.join(view.failures[:6]) or f'exit code {code}'}")
-    return measured(run, alone, read_metrics(Path(run.output)), view.window, view.rings, view.gpus())
+    return measured(run, alone, read_metrics(Path(run.output)), view.window, view.seen, view.gpus())
 
 
 def clear(run: RunFile) -> None:
@@ -455,16 +481,17 @@ def measured(
     alone: Mapping[str, float],
     lines: Iterable[Mapping[str, Any]],
     window: tuple[float, float],
-    rings: Iterable[Sequence[inspect.RingInfo]],
+    seen: Sequence[Sample],
     gpus: list[dict[str, float]],
 ) -> Result:
-    """What the steps, looks at the rings and GPUs of a window (time.time()) of the run come to. PacelineError."""
+    """What the steps, looks at the run and GPUs of a window (time.time()) of the run come to. PacelineError."""
     start, end = window
     steps = [line for line in lines if line.get("kind") == "train" and start <= line["time"] <= end]
     if len(steps) < 2:
         raise PacelineError(f"fewer than two steps in {end - start:.0f} s: give more --seconds")
     seconds = steps[-1]["time"] - steps[0]["time"]
-    samples = [found for found in rings if found]
+    samples = [sample.rings for sample in seen if sample.rings]
+    statuses = [sample.status or {} for sample in seen]
     workers, ranks = assign_devices(run)
     return Result(
         topology=f"{run.workers.count}-{run.trainer.ranks}",
@@ -480,6 +507,8 @@ def measured(
         reduce_share=fmean(line.get("reduce_share", 0.0) for line in steps),
         reduce_ms=1e3 * fmean(line.get("reduce_s", 0.0) for line in steps),
         idle=[fmean(rank) for rank in zip(*map(_idle, steps), strict=True)],
+        q_pre=_by_worker(statuses, "q_pre"),
+        q_hs=_by_worker(statuses, "q_hs"),
         gpus=gpus,
         timeline=[{"t": line["time"] - start, "tokens_per_s": line["tokens_per_s"]} for line in steps],
         placement={"workers": workers, "ranks": ranks},
@@ -493,6 +522,15 @@ def measured(
 def _idle(line: Mapping[str, Any]) -> list[float]:
     """Of each rank in a step."""
     return [wait + idle for wait, idle in zip(line["rank_wait"], line["rank_idle"], strict=True)]
+
+
+def _by_worker(statuses: Iterable[Status], queue: Literal["q_pre", "q_hs"]) -> dict[str, float]:
+    """Mean length of each worker's queue."""
+    found: dict[str, list[int]] = {}
+    for status in statuses:
+        for name, length in zip(status.get("names", []), status.get(queue, []), strict=False):
+            found.setdefault(name, []).append(length)
+    return {name: fmean(lengths) for name, lengths in sorted(found.items())}
 
 
 def _mean(values: Iterable[float]) -> float:

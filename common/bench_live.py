@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import bench, inspect, paths, scale
-from .bench import GpuLog, Options, Result
+from .bench import GpuLog, Options, Result, Sample, print_queues
 from .bench_plan import against_plan, plan_table
 from .devices import assign_devices
 from .errors import PacelineError, UsageError
@@ -346,9 +346,9 @@ def measure(
             parts = live.change(workers, ranks, _say(console))
             changed, rest = max(parts.values()), settle
         _sampled(live, changed + rest)
-        window, rings = _sampled(live, time.time() + options.seconds)
+        window, seen = _sampled(live, time.time() + options.seconds)
         steps = live.steps()
-        result = bench.measured(live.run, alone, steps, window, rings, live.gpus(window))
+        result = bench.measured(live.run, alone, steps, window, seen, live.gpus(window))
         phase = Phase(
             **{name: value for name, value in vars(result).items() if name != "timeline"},
             began=asked - report.origin,
@@ -362,15 +362,15 @@ def measure(
         report.write()
 
 
-def _sampled(live: LiveRun, until: float) -> tuple[tuple[float, float], list[list[inspect.RingInfo]]]:
-    """Looks at the rings each second until that moment (time.time()); the window and what was seen."""
-    begun, rings = time.time(), []
+def _sampled(live: LiveRun, until: float) -> tuple[tuple[float, float], list[Sample]]:
+    """Looks at the run each second until that moment (time.time()); the window and what was seen."""
+    begun, seen = time.time(), []
     while True:
         live.check()
-        rings.append(live.rings())
+        seen.append(Sample.of(live.run))
         left = until - time.time()
         if left <= 0:
-            return (begun, time.time()), rings
+            return (begun, time.time()), seen
         time.sleep(min(1.0, left))
 
 
@@ -389,6 +389,7 @@ def longest_pause(times: Sequence[float], start: float, end: float) -> float:
 def show(report: Report, console: Console) -> None:
     console.print(live_table(report))
     console.print(plan_table(report.phases))
+    print_queues(report.phases, console)
     for name, placement in {phase.topology: phase.placement for phase in report.phases}.items():
         workers, ranks = (" ".join(placement[side]) for side in ("workers", "ranks"))
         console.print(f"{name}: workers on {workers}; ranks on {ranks}", markup=False)

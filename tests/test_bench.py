@@ -10,7 +10,9 @@ from paceline.common.bench import (
     GpuLog,
     Options,
     Result,
+    Sample,
     bench_pipeline,
+    measured,
     model_folder,
     parse_topology,
     place,
@@ -20,7 +22,7 @@ from paceline.common.bench import (
 )
 from paceline.common.bench_plan import against_plan, plan_table
 from paceline.common.errors import UsageError
-from paceline.common.runfile import load
+from paceline.common.runfile import RunFile, load
 from paceline.common.target_info import resolve_layer_ids, target_info
 
 
@@ -99,6 +101,24 @@ def test_the_plan_against_what_was_measured(tmp_path, monkeypatch):
     assert cells[8] == "37.6, 40.0"
 
 
+def test_queues_are_means_of_what_the_trainer_said_by_worker():
+    """One that came later counts from then on; a status of before the first worker says nothing."""
+    said = [
+        None,
+        {"names": ["w0"], "q_pre": [4], "q_hs": [0]},
+        {"names": ["w0", "w1"], "q_pre": [1, 3], "q_hs": [1, 2]},
+    ]
+    step = {"kind": "train", "tokens": 100, "tokens_per_s": 1.0, "wait_data": 0.0, "wait_gpu": 1.0}
+    step |= {"rank_wait": [0.0], "rank_idle": [0.0], "peak_memory": 1, "reserved_memory": 1}
+    run = RunFile.model_validate({"target": {"path": "x"}, "data": {"rows": "y"}, "output": "z", "name": "q"})
+    seen = [Sample([], status) for status in said]
+    rates = {"producer": 1.0, "consumer": 1.0}
+    result = measured(run, rates, [step | {"time": float(at)} for at in range(3)], (0.0, 2.0), seen, [])
+    assert result.q_pre == {"w0": 2.5, "w1": 3.0} and result.q_hs == {"w0": 0.5, "w1": 2.0}
+    assert result.queues == "1-1: q_pre, q_hs: w0 2.5, 0.5; w1 3.0, 2.0"
+    assert Result("1-1", 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0).queues == ""
+
+
 def test_no_estimate_is_explained(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
     model = model_folder(tmp_path, "smollm2-135m")
@@ -126,5 +146,6 @@ def test_a_small_pipeline_on_a_cpu(tmp_path, make_tiny_target, monkeypatch):
     assert result.target_alone > 0 and result.trainer_alone > 0 and result.pipeline > 0
     assert result.predicted == pytest.approx(1 / (1 / result.target_alone + 1 / result.trainer_alone))
     assert 0 <= result.data_wait <= 1 and 0 <= result.rings_full <= 1
+    assert 0 <= result.q_hs["w0"] <= options.slots and result.q_pre["w0"] >= 0
     (written,) = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert written["pipeline"] == result.pipeline and len(written["timeline"]) > 1
