@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,8 +63,8 @@ def device_label(device: str) -> str:
     return f"{device} (GPU {name})" if name.isdigit() else f"{device} ({name[:12]})"
 
 
-def assign_devices(run: "RunFile", gpus: int | None = None) -> Devices:
-    """The device of each worker and each rank.
+def assign_devices(run: "RunFile", gpus: int | None = None, workers: int | None = None) -> Devices:
+    """The device of each worker and each rank. workers: place so many; those beyond `workers.count` begin again.
 
     What the run file names is used in turn. Otherwise GPUs go one to each worker and one to each rank; where they are
     too few, ranks keep one each as long as the workers have one to share, then they share too. Without GPUs, cpu.
@@ -75,17 +76,36 @@ def assign_devices(run: "RunFile", gpus: int | None = None) -> Devices:
         gpus = gpu_count()
         single = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     names = [f"cuda:{index}" for index in range(gpus)]
-    workers, ranks = list(run.workers.devices), list(run.trainer.devices)
-    if not workers:
+    count = run.workers.count if workers is None else workers
+    places, ranks = list(run.workers.devices), list(run.trainer.devices)
+    if not places:
         free = [name for name in names if name not in ranks] or names
         spare = len(free) - (0 if ranks else run.trainer.ranks)
-        workers = free[: each * max(1, min(run.workers.count, spare // each)) : each] or ["cpu"]
+        places = free[: each * max(1, min(run.workers.count, spare // each)) : each] or ["cpu"]
     if not ranks:
-        taken = {name for first in workers for name in shard_devices(run, first)}
+        taken = {name for first in places for name in shard_devices(run, first)}
         ranks = [name for name in names if name not in taken][: run.trainer.ranks] or names[-1:] or ["cpu"]
     if single:
-        workers, ranks = ([name if name == "cpu" else "cuda:0" for name in side] for side in (workers, ranks))
-    return Devices(list(islice(cycle(workers), run.workers.count)), list(islice(cycle(ranks), run.trainer.ranks)))
+        places, ranks = ([name if name == "cpu" else "cuda:0" for name in side] for side in (places, ranks))
+    return Devices(list(islice(cycle(places), count)), list(islice(cycle(ranks), run.trainer.ranks)))
+
+
+def spare_devices(run: "RunFile", taken: Iterable[str], gpus: int | None = None) -> list[str]:
+    """Where further workers of a live run go, as long as there are any: GPUs that no rank and none of its workers have.
+
+    taken: the (first) device of each worker that is there. None where the run file names the workers' devices.
+    """
+    if run.workers.devices:
+        return []
+    gpus = gpu_count() if gpus is None else gpus
+    used = {*assign_devices(run, gpus).ranks, *(name for first in taken for name in shard_devices(run, first))}
+    free, found = {index for index in range(gpus) if f"cuda:{index}" not in used}, []
+    for index in range(gpus):
+        group = set(range(index, index + run.workers.gpus_per_worker))
+        if group <= free:
+            free -= group
+            found.append(f"cuda:{index}")
+    return found
 
 
 def shard_devices(run: "RunFile", first: str) -> list[str]:

@@ -13,17 +13,22 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import paths
 from .control import NoSupervisor, ask
+from .devices import assign_devices, spare_devices
 from .errors import PacelineError, UsageError, counted
 from .inspect import RingInfo, read_rings
 from .locks import OfdLock, held_by
 from .ring_layout import RingInvalid, read_ring, ring_paths, write_retired
+
+if TYPE_CHECKING:
+    from .runfile import RunFile
 
 POLL_S = 0.2
 PATIENCE_S = 10.0  # a wait longer than this is explained
@@ -68,6 +73,41 @@ class Wanted:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             pass  # not there or not whole: the run file counts
         return cls(run_file_count)
+
+
+def place(
+    run: "RunFile", wanted: Wanted, new: Sequence[int], there: Iterable[int], devices: Sequence[str]
+) -> dict[int, str]:
+    """The devices of new workers, of those that are given one: `devices` in turn, else GPUs that nobody of the run has.
+
+    Workers that the run file counts have their places in it; further ones would share these, though others are free.
+    there: the workers that have a device now.
+    """
+    if devices:
+        return dict(zip(new, cycle(devices), strict=False))
+    spare = spare_devices(run, [_device(run, wanted, index) for index in there])
+    return dict(zip((index for index in new if index >= run.workers.count), spare, strict=False))
+
+
+def shared(run: "RunFile", wanted: Wanted, new: Sequence[int], there: Iterable[int]) -> str:
+    """What is said of new workers whose GPU another process of the run computes on: "; w3 shares cuda:1 with rank 0".
+    Empty if none has."""
+    users: dict[str, list[str]] = {}
+    for number, device in enumerate(assign_devices(run).ranks):
+        users.setdefault(device, []).append(f"rank {number}")
+    said = ""
+    for index in (*sorted(index for index in there if index < wanted.count), *new):
+        device = _device(run, wanted, index)
+        others = users.setdefault(device, [])
+        if index in new and others and device != "cpu":
+            said += f"; w{index} shares {device} with {', '.join(others)}"
+        others.append(f"w{index}")
+    return said
+
+
+def _device(run: "RunFile", wanted: Wanted, index: int) -> str:
+    """A worker's (first) device."""
+    return wanted.devices.get(index) or assign_devices(run, workers=index + 1).workers[index]
 
 
 def retire(path: Path, *, only_dead: bool = False) -> bool:

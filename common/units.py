@@ -5,7 +5,7 @@
     paceline-consumer@RUN.service    the trainer
     paceline-producer@RUN.N.service  worker N; two files make it part of the run, as no unit can split its own name:
         /etc/systemd/system/paceline-producer@RUN.N.service.d/50-paceline.conf   PartOf= and WantedBy= the target
-        /etc/paceline/RUN.N.env      CUDA_VISIBLE_DEVICES, for a worker that `--gpu` put there
+        /etc/paceline/RUN.N.env      CUDA_VISIBLE_DEVICES, for a worker that `scale` put there
 
 Enabled instances come back after a reboot, as many as the last `scale` asked for. Imports no torch.
 """
@@ -16,14 +16,15 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
 from .devices import installed_gpus
 from .errors import ConfigError, PacelineError, UsageError, counted
-from .scale import retire
+from .runfile import load
+from .scale import Wanted, place, retire, shared
 
 CONFIG_DIR = Path("/etc/paceline")
 UNIT_DIR = Path("/etc/systemd/system")
@@ -178,7 +179,8 @@ def scale_units(run_name: str, count: int, gpus: Sequence[int] = (), *, say: Say
     present = workers(run_name)
     removed = [number for number in present if number >= count]
     new = [number for number in range(count) if number not in present]
-    placed = _place(new, gpus)
+    placed = _place(new, gpus) if gpus else _spare(run_name, count, new, present)
+    _say_shared(run_name, count, new, present, placed, say)
     if removed:
         _remove(run_name, removed, say)
     for number in new:
@@ -202,6 +204,34 @@ def _place(new: Sequence[int], gpus: Sequence[int]) -> dict[int, int]:
         if gpu >= have:
             raise ConfigError(f"--gpu {gpu}: this machine has {counted(have, 'GPU')}, counted from 0")
     return dict(zip(new, cycle(gpus)))
+
+
+def _spare(run_name: str, count: int, new: Sequence[int], present: Sequence[int]) -> dict[int, int]:
+    """GPUs that nobody of the run has, for new workers that its file does not place."""
+    run = load(CONFIG_DIR / f"{run_name}.toml")
+    if run.workers.gpus_per_worker > 1:
+        return {}  # what a unit sees would begin at 0, and the run file's devices be others
+    found = place(run, Wanted(count, _given(run_name, present)), new, present, [])
+    return {number: int(device.partition(":")[2]) for number, device in found.items()}
+
+
+def _say_shared(
+    run_name: str, count: int, new: Sequence[int], present: Sequence[int], placed: Mapping[int, int], say: Say
+) -> None:
+    given = _given(run_name, present) | {number: f"cuda:{gpu}" for number, gpu in placed.items()}
+    if said := shared(load(CONFIG_DIR / f"{run_name}.toml"), Wanted(count, given), new, present):
+        say(said.removeprefix("; "))
+
+
+def _given(run_name: str, numbers: Iterable[int]) -> dict[int, str]:
+    """The devices of the workers whose unit is shown one GPU."""
+    found = {}
+    for number in numbers:
+        file = _environment(run_name, number)
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        if only := re.search(r"^CUDA_VISIBLE_DEVICES=[\"']?([0-9]+)[\"']?\s*$", text, re.MULTILINE):
+            found[number] = f"cuda:{only[1]}"
+    return found
 
 
 def _add(run: str, number: int, gpu: int | None) -> None:

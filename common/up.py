@@ -41,7 +41,7 @@ from .errors import ConfigError, PacelineError, UsageError, counted, how_it_ende
 from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
-from .scale import Wanted, gpu_devices, retire, retire_dead, worker_index
+from .scale import Wanted, gpu_devices, place, retire, retire_dead, shared, worker_index
 from .telemetry import STALE_SECONDS, Status, read_status
 
 TRAINER = "trainer"
@@ -350,17 +350,17 @@ class Supervisor:
         if self.make_worker is None:
             raise UsageError("this supervisor cannot scale")
         self._check_training()
-        here = {worker_index(child.name): child for child in self.workers}
+        here = {worker_index(child.name) or 0: child for child in self.workers}
         leaving = {index for index, child in here.items() if child.leave_at is not None}
         up = {index for index, child in here.items() if child.state not in ("left", "failed")}
         new = [index for index in range(count) if index not in up or index in leaving]
-        gone = [child for index, child in here.items() if (index or 0) >= count and index not in leaving]
+        gone = [child for index, child in here.items() if index >= count and index not in leaving]
         devices = gpu_devices(gpus, gpu_count() if gpus else 0)
         if devices and not new:
             raise UsageError(
                 f"--gpu places new workers, and {count} would add none to the {self.wanted.count} there are"
             )
-        placed = {index: devices[place % len(devices)] for place, index in enumerate(new)} if devices else {}
+        placed = place(self.run_file, self.wanted, new, up - {*new}, devices)
         self.wanted = self.wanted.scaled(count, placed)
         self.wanted.write(self._folder, self.run_file.workers.count)
         for index in new:
@@ -371,6 +371,7 @@ class Supervisor:
         parts = [f"starts {_names(new)}"] if new else []
         parts += [f"removes {', '.join(child.name for child in gone)}"] if gone else []
         said = f"{counted(count, 'worker')}: {' and '.join(parts) or 'nothing to change'}"
+        said += shared(self.run_file, self.wanted, new, up - leaving)
         self.view.event(said)
         return said
 

@@ -144,8 +144,7 @@ def _serve(run: RunFile, index: int, device: str | None, source: StateSource | N
             "it was prepared for another tokenizer"
         )
     spec = RecordSpec.of(run, info, layer_ids, run_fingerprint(run, rows, info, layer_ids))
-    devices = assign_devices(run).workers
-    device = device or devices[index % len(devices)]
+    device = device or assign_devices(run, workers=index + 1).workers[index]
     if run.stream.numa == "auto" and (placed := bind_near(device)):  # before the ring's pages are touched
         log.info("%s: %s", name, placed)
     budget = run.stream.token_budget

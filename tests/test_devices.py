@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from paceline.common import devices
-from paceline.common.devices import assign_devices, gpu_count
+from paceline.common.devices import assign_devices, gpu_count, spare_devices
 from paceline.common.runfile import RunFile
 
 
@@ -44,6 +44,24 @@ def test_the_run_file_decides() -> None:
     run = make_run({"count": 2}, {"ranks": 1, "devices": ["cuda:0"]})
     assert assign_devices(run, 3) == (["cuda:1", "cuda:2"], ["cuda:0"])
     assert assign_devices(run, 1) == (["cuda:0", "cuda:0"], ["cuda:0"])
+
+
+def test_workers_beyond_those_of_the_run_file_go_through_its_devices() -> None:
+    """Also through those that its own workers leave over."""
+    run = make_run({"count": 2, "devices": ["cuda:0", "cuda:1", "cuda:4"]}, {"ranks": 1})
+    assert assign_devices(run, 6, workers=5).workers == ["cuda:0", "cuda:1", "cuda:4", "cuda:0", "cuda:1"]
+    assert spare_devices(run, ["cuda:0", "cuda:1"], 6) == [], "the run file says where"
+    assert assign_devices(make_run({"count": 2}, {"ranks": 1}), 3, workers=3).workers == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_spare_gpus_are_those_that_nobody_of_the_run_has() -> None:
+    run = make_run({"count": 1}, {"ranks": 1})
+    assert spare_devices(run, ["cuda:0"], 4) == ["cuda:2", "cuda:3"], "the rank has cuda:1"
+    assert spare_devices(run, ["cuda:0", "cuda:3"], 4) == ["cuda:2"]
+    assert spare_devices(run, ["cuda:0"], 2) == [] == spare_devices(run, ["cpu"], 0)
+    run = make_run({"count": 1, "gpus_per_worker": 2}, {"ranks": 1, "devices": ["cuda:2"]})
+    assert assign_devices(run, 8) == (["cuda:0"], ["cuda:2"])
+    assert spare_devices(run, ["cuda:0"], 8) == ["cuda:3", "cuda:5"], "two beside each other for each"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live import Live, live_settings
@@ -20,7 +21,7 @@ from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.ring import Ring
-from paceline.common.runfile import to_toml
+from paceline.common.runfile import RunFile, to_toml
 from paceline.common.scale import Wanted
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.audit import audit
@@ -83,6 +84,31 @@ def test_one_to_three_to_one(live: Live, capsys: pytest.CaptureFixture[str]) -> 
     live.start()
     finish(live)
     assert not paths.wanted_path(paths.run_dir("live")).exists()
+
+
+@pytest.mark.slow
+def test_workers_are_added_where_gpus_are_idle(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine that says it has four GPUs; w0 has the first and the rank the second. The places outlive the run."""
+    tool = live.folder / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nfor n in 0 1 2 3; do echo GPU $n: stand-in; done\n")
+    tool.chmod(0o755)
+    live.environment["PATH"] = f"{tool.parent}:{os.environ['PATH']}"
+    for side in ("workers", "trainer"):
+        live.settings[side].pop("devices", None)
+    live.start(LIVE_WORKER={"seconds": 0.03})
+    live.step_reached(2)
+    said = scaled(live, 4, capsys)
+    assert said.startswith("4 workers: starts w1, w2, w3; w3 shares cuda:0 with w0\n")
+    for line in ("w1 is ready on cuda:2 (pid ", "w2 is ready on cuda:3 (pid ", "w3 is ready (pid "):
+        assert line in said
+    assert scaled(live, 2, capsys).startswith("2 workers: removes w2, w3\n")
+    assert Wanted.read(paths.run_dir("live"), 1) == Wanted(2, {1: "cuda:2"})
+    stopped(live, capsys)
+    live.start(LIVE_WORKER={"seconds": 0.03})
+    live.wait_for(lambda: any(ring.worker == "w1" and ring.alive for ring in live.rings()))
+    assert "--device cuda:2" in Path(f"/proc/{live.pids()['w1']}/cmdline").read_text().replace("\0", " ")
+    stopped(live, capsys)
 
 
 @pytest.mark.slow
@@ -287,6 +313,39 @@ def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     for odd in (None, "5", ["5"], [-1], [True], {}):
         with pytest.raises(UsageError):
             scale.gpu_devices(odd, 9)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, number: int, **workers: Any) -> RunFile:
+    """A run file of one rank on a machine of so many GPUs."""
+    monkeypatch.setattr("paceline.common.devices.installed_gpus", lambda: number)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    values = {"name": "r", "output": "o", "target": {"path": "t"}, "data": {"rows": "d"}, "workers": workers}
+    return RunFile.model_validate(values)
+
+
+def test_new_workers_go_to_gpus_that_nobody_of_the_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On four GPUs with one worker and one rank: not to the first one again."""
+    run = gpus(monkeypatch, 4)
+    placed = scale.place(run, Wanted(1), [1, 2, 3], [0], [])
+    assert placed == {1: "cuda:2", 2: "cuda:3"}, "cuda:1 is the rank's; w3 has none of its own"
+    wanted = Wanted(1).scaled(4, placed)
+    assert scale.shared(run, wanted, [1, 2, 3], [0]) == "; w3 shares cuda:0 with w0"
+    assert scale.place(run, Wanted(2, {1: "cuda:3"}), [2], [0, 1], []) == {2: "cuda:2"}
+    assert scale.place(run, Wanted(0), [0, 1], [], []) == {1: "cuda:0"}, "w0 has its place in the run file"
+
+
+def test_where_nothing_is_free_it_is_said_who_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = gpus(monkeypatch, 2)
+    assert scale.place(run, Wanted(1), [1], [0], []) == {}
+    assert scale.shared(run, Wanted(2), [1], [0]) == "; w1 shares cuda:0 with w0"
+    given = scale.place(run, Wanted(1), [1, 2], [0], ["cuda:1"])
+    assert given == {1: "cuda:1", 2: "cuda:1"}
+    said = scale.shared(run, Wanted(1).scaled(3, given), [1, 2], [0])
+    assert said == "; w1 shares cuda:1 with rank 0; w2 shares cuda:1 with rank 0, w1"
+    named = gpus(monkeypatch, 4, devices=["cuda:0", "cuda:2"])
+    assert scale.place(named, Wanted(1), [1, 2], [0], []) == {}, "the run file names its workers' devices"
+    assert scale.shared(named, Wanted(3), [1, 2], [0]) == "; w2 shares cuda:0 with w0"
+    assert scale.shared(gpus(monkeypatch, 0), Wanted(3), [1, 2], [0]) == "", "of a CPU nothing is said"
 
 
 @pytest.mark.parametrize("command", [["scale", "nobody", "2"], ["stop", "nobody"], ["restart", "nobody"]])

@@ -207,6 +207,22 @@ def test_gpus_of_new_workers(monkeypatch: pytest.MonkeyPatch):
     assert units._place([3, 4], []) == {}
 
 
+def test_new_units_go_to_gpus_that_nobody_of_the_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(units, "CONFIG_DIR", tmp_path)
+    monkeypatch.setattr("paceline.common.devices.installed_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    text = 'name = "demo"\noutput = "out"\n[target]\npath = "t"\n[data]\nrows = "d"\n'
+    (tmp_path / "demo.toml").write_text(text)
+    assert units._spare("demo", 3, [1, 2], [0]) == {1: 2, 2: 3}, "the rank has GPU 1"
+    (tmp_path / "demo.1.env").write_text("# by hand\nCUDA_VISIBLE_DEVICES='3'\n")
+    assert units._spare("demo", 4, [2, 3], [0, 1]) == {2: 2}
+    said = []
+    units._say_shared("demo", 4, [2, 3], [0, 1], {2: 2}, said.append)
+    assert said == ["w3 shares cuda:0 with w0"]
+    (tmp_path / "demo.toml").write_text(text + "[workers]\ngpus_per_worker = 2\n")
+    assert units._spare("demo", 2, [1], [0]) == {}
+
+
 def test_files_of_an_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(units, "UNIT_DIR", tmp_path)
     monkeypatch.setattr(units, "CONFIG_DIR", tmp_path)
