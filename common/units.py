@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .devices import installed_gpus
 from .errors import ConfigError, PacelineError, UsageError, counted
-from .runfile import load
+from .runfile import RunFile, load
 from .scale import Wanted, place, retire, shared
 
 CONFIG_DIR = Path("/etc/paceline")
@@ -179,8 +179,11 @@ def scale_units(run_name: str, count: int, gpus: Sequence[int] = (), *, say: Say
     present = workers(run_name)
     removed = [number for number in present if number >= count]
     new = [number for number in range(count) if number not in present]
-    placed = _place(new, gpus) if gpus else _spare(run_name, count, new, present)
-    _say_shared(run_name, count, new, present, placed, say)
+    placed = _place(new, gpus)
+    if new:
+        run = load(CONFIG_DIR / f"{run_name}.toml")
+        placed = placed or _spare(run, count, new, present)
+        _say_shared(run, count, new, present, placed, say)
     if removed:
         _remove(run_name, removed, say)
     for number in new:
@@ -206,20 +209,19 @@ def _place(new: Sequence[int], gpus: Sequence[int]) -> dict[int, int]:
     return dict(zip(new, cycle(gpus)))
 
 
-def _spare(run_name: str, count: int, new: Sequence[int], present: Sequence[int]) -> dict[int, int]:
+def _spare(run: RunFile, count: int, new: Sequence[int], present: Sequence[int]) -> dict[int, int]:
     """GPUs that nobody of the run has, for new workers that its file does not place."""
-    run = load(CONFIG_DIR / f"{run_name}.toml")
     if run.workers.gpus_per_worker > 1:
         return {}  # what a unit sees would begin at 0, and the run file's devices be others
-    found = place(run, Wanted(count, _given(run_name, present)), new, present, [])
+    found = place(run, Wanted(count, _given(run.name, present)), new, present, [])
     return {number: int(device.partition(":")[2]) for number, device in found.items()}
 
 
 def _say_shared(
-    run_name: str, count: int, new: Sequence[int], present: Sequence[int], placed: Mapping[int, int], say: Say
+    run: RunFile, count: int, new: Sequence[int], present: Sequence[int], placed: Mapping[int, int], say: Say
 ) -> None:
-    given = _given(run_name, present) | {number: f"cuda:{gpu}" for number, gpu in placed.items()}
-    if said := shared(load(CONFIG_DIR / f"{run_name}.toml"), Wanted(count, given), new, present):
+    given = _given(run.name, present) | {number: f"cuda:{gpu}" for number, gpu in placed.items()}
+    if said := shared(run, Wanted(count, given), new, present):
         say(said.removeprefix("; "))
 
 

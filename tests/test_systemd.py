@@ -145,13 +145,18 @@ def test_wrong_run_file_is_told_and_not_tried_again(box: Box, tiny: Callable[...
     assert "is not up here" in scale(box, 1, check=False)
     box.run("systemctl", "enable", "paceline@tiny.target")
     run_file = _seen(box) / "etc/paceline/tiny.toml"
-    run_file.write_text(run_file.read_text().replace("max_steps = 4711", "max_steps = 0"))
+    right = run_file.read_text()
+    run_file.write_text(right.replace("max_steps = 4711", "max_steps = 0"))
+    assert re.search(r"/tiny\.toml:\d+: trainer\.max_steps = 0", scale(box, 1, check=False))
+    assert box.shown(WORKER.format(0), "ActiveState") == "inactive", "nothing was started"
+    run_file.write_text(re.sub(r"(?m)^path = .*", 'path = "/nowhere/target"', right))
     failure = scale(box, 1, check=False)
-    for part in (WORKER.format(0), "tiny.toml:", "trainer.max_steps", "journalctl -u"):
+    for part in (WORKER.format(0), "target.path: there is no folder", "journalctl -u"):
         assert part in failure
     assert box.shown(WORKER.format(0), "ActiveState") == "failed"
     assert box.shown(WORKER.format(0), "ExecMainStatus") == "78"
     assert box.shown(WORKER.format(0), "NRestarts") == "0"
+    run_file.write_text("of no use")
     scale(box, 0)
     assert box.run("systemctl", "list-units", "--all", "--no-legend", "paceline-producer*") == ""
 

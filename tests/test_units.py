@@ -12,6 +12,7 @@ from paceline.common import unitfiles, units
 from paceline.common.errors import ConfigError, PacelineError, UsageError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.ring import Ring
+from paceline.common.runfile import load
 from paceline.common.unitfiles import install, uninstall, unit_texts
 
 FILES = {
@@ -213,14 +214,15 @@ def test_new_units_go_to_gpus_that_nobody_of_the_run_has(tmp_path: Path, monkeyp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     text = 'name = "demo"\noutput = "out"\n[target]\npath = "t"\n[data]\nrows = "d"\n'
     (tmp_path / "demo.toml").write_text(text)
-    assert units._spare("demo", 3, [1, 2], [0]) == {1: 2, 2: 3}, "the rank has GPU 1"
+    run = load(tmp_path / "demo.toml")
+    assert units._spare(run, 3, [1, 2], [0]) == {1: 2, 2: 3}, "the rank has GPU 1"
     (tmp_path / "demo.1.env").write_text("# by hand\nCUDA_VISIBLE_DEVICES='3'\n")
-    assert units._spare("demo", 4, [2, 3], [0, 1]) == {2: 2}
+    assert units._spare(run, 4, [2, 3], [0, 1]) == {2: 2}
     said = []
-    units._say_shared("demo", 4, [2, 3], [0, 1], {2: 2}, said.append)
+    units._say_shared(run, 4, [2, 3], [0, 1], {2: 2}, said.append)
     assert said == ["w3 shares cuda:0 with w0"]
     (tmp_path / "demo.toml").write_text(text + "[workers]\ngpus_per_worker = 2\n")
-    assert units._spare("demo", 2, [1], [0]) == {}
+    assert units._spare(load(tmp_path / "demo.toml"), 2, [1], [0]) == {}
 
 
 def test_files_of_an_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
