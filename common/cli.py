@@ -223,8 +223,8 @@ _live_run_argument = click.argument("run", metavar="RUN")
     "gpus",
     type=click.IntRange(min=0),
     multiple=True,
-    help="Put new workers on this GPU. Repeatable: taken in turn.  [default: where the run file puts them; further ones "
-    "on GPUs that the run does not use]",
+    help="Put new workers on this GPU. Repeatable: taken in turn.  [default: where the run file puts them; further "
+    "ones on GPUs that the run does not use]",
 )
 def scale(run: str, count: int, gpus: tuple[int, ...]) -> None:
     """Give a live run N workers, and wait until it has them.
