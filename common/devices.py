@@ -8,10 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .runfile import RunFile
@@ -63,8 +66,13 @@ def device_label(device: str) -> str:
     return f"{device} (GPU {name})" if name.isdigit() else f"{device} ({name[:12]})"
 
 
-def assign_devices(run: "RunFile", gpus: int | None = None, workers: int | None = None) -> Devices:
-    """The device of each worker and each rank. workers: place so many; those beyond `workers.count` begin again.
+def assign_devices(
+    run: "RunFile", gpus: int | None = None, workers: int | None = None, avoid: Iterable[str] = ()
+) -> Devices:
+    """The device of each worker and each rank.
+
+    workers: place so many; those beyond `workers.count` begin again. avoid: (first) devices of workers that were given
+    others than the run file's, which ranks take last.
 
     What the run file names is used in turn. Otherwise GPUs go one to each worker and one to each rank; where they are
     too few, ranks keep one each as long as the workers have one to share, then they share too. Without GPUs, cpu.
@@ -84,10 +92,22 @@ def assign_devices(run: "RunFile", gpus: int | None = None, workers: int | None 
         places = free[: each * max(1, min(run.workers.count, spare // each)) : each] or ["cpu"]
     if not ranks:
         taken = {name for first in places for name in shard_devices(run, first)}
-        ranks = [name for name in names if name not in taken][: run.trainer.ranks] or names[-1:] or ["cpu"]
+        last = {name for first in avoid for name in shard_devices(run, first)}
+        left = sorted((name for name in names if name not in taken), key=lambda name: name in last)
+        ranks = left[: run.trainer.ranks] or names[-1:] or ["cpu"]
     if single:
         places, ranks = ([name if name == "cpu" else "cuda:0" for name in side] for side in (places, ranks))
     return Devices(list(islice(cycle(places), count)), list(islice(cycle(ranks), run.trainer.ranks)))
+
+
+def check_ranks(ranks: Sequence[str]) -> None:
+    """ConfigError for two ranks on one GPU: NCCL, which adds their gradients up, takes one."""
+    for device, count in Counter(ranks).items():
+        if count > 1 and device != "cpu":
+            raise ConfigError(
+                f"trainer.ranks = {len(ranks)}: {device} would have {count} of them, and a GPU takes one: lower "
+                "trainer.ranks, or give each a GPU (trainer.devices)"
+            )
 
 
 def spare_devices(run: "RunFile", taken: Iterable[str], gpus: int | None = None) -> list[str]:
@@ -98,7 +118,9 @@ def spare_devices(run: "RunFile", taken: Iterable[str], gpus: int | None = None)
     if run.workers.devices:
         return []
     gpus = gpu_count() if gpus is None else gpus
-    used = {*assign_devices(run, gpus).ranks, *(name for first in taken for name in shard_devices(run, first))}
+    taken = list(taken)
+    ranks = assign_devices(run, gpus, avoid=taken).ranks
+    used = {*ranks, *(name for first in taken for name in shard_devices(run, first))}
     free, found = {index for index in range(gpus) if f"cuda:{index}" not in used}, []
     for index in range(gpus):
         group = set(range(index, index + run.workers.gpus_per_worker))

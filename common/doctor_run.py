@@ -5,6 +5,7 @@ Needs neither torch nor transformers: the target's shape is read from its config
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -183,6 +184,9 @@ def _devices(run: "RunFile", torch: Mapping[str, Any]) -> Iterator[Check]:
     if numbers and "error" not in torch and max(numbers) >= seen:
         text = f"{split}: torch sees {counted(seen, 'GPU')}"
         yield Check("devices", "FAIL", text, "correct workers.devices and trainer.devices, or CUDA_VISIBLE_DEVICES")
+    elif any(name != "cpu" and count > 1 for name, count in Counter(devices.ranks).items()):
+        todo = "lower trainer.ranks, or give each rank a GPU (trainer.devices)"
+        yield Check("devices", "FAIL", f"{split}: a GPU takes one rank", todo)
     else:
         yield Check("devices", "OK", split)
 

@@ -186,7 +186,7 @@ class TrainerSettings(Section):
     ranks: PositiveInt = Field(default=1, description="Trainer ranks")
     devices: list[DeviceName] = Field(
         default_factory=list,
-        description="Device of each rank, repeated in turn. Default: the GPUs after the workers', else cpu",
+        description="Device of each rank; a GPU takes one. Default: the GPUs after the workers', else cpu",
     )
     threads: NonNegativeInt = Field(default=0, description="CPU threads of a rank; 0 leaves torch's default")
     dtype: Dtype = Field(

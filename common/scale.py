@@ -93,10 +93,12 @@ def shared(run: "RunFile", wanted: Wanted, new: Sequence[int], there: Iterable[i
     """What is said of new workers whose GPU another process of the run computes on: "; w3 shares cuda:1 with rank 0".
     Empty if none has."""
     users: dict[str, list[str]] = {}
-    for number, device in enumerate(assign_devices(run).ranks):
+    stay = sorted(index for index in there if index < wanted.count)
+    ranks = assign_devices(run, avoid=[_device(run, wanted, index) for index in stay]).ranks
+    for number, device in enumerate(ranks):
         users.setdefault(device, []).append(f"rank {number}")
     said = ""
-    for index in (*sorted(index for index in there if index < wanted.count), *new):
+    for index in (*stay, *new):
         device = _device(run, wanted, index)
         others = users.setdefault(device, [])
         if index in new and others and device != "cpu":

@@ -10,6 +10,7 @@
 Enabled instances come back after a reboot, as many as the last `scale` asked for. Imports no torch.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from .devices import installed_gpus
+from .devices import assign_devices, check_ranks, installed_gpus
 from .errors import ConfigError, PacelineError, UsageError, counted
 from .runfile import RunFile, load
 from .scale import Wanted, place, retire, shared
@@ -225,6 +226,16 @@ def _say_shared(
         say(said.removeprefix("; "))
 
 
+def given_devices(run_name: str) -> list[str]:
+    """Those of all workers of the run whose unit is shown one GPU, as far as this user may read it."""
+    names = (
+        path.name.removeprefix(f"{run_name}.").removesuffix(".env") for path in CONFIG_DIR.glob(f"{run_name}.*.env")
+    )
+    with contextlib.suppress(OSError):
+        return list(_given(run_name, [int(name) for name in names if name.isdecimal()]).values())
+    return []
+
+
 def _given(run_name: str, numbers: Iterable[int]) -> dict[int, str]:
     """The devices of the workers whose unit is shown one GPU."""
     found = {}
@@ -354,9 +365,12 @@ def restart_trainer(run_name: str, *, say: Say = print) -> None:
     """Stops the trainer with a checkpoint and starts it again by its run file; returns once it is up. Workers go on.
 
     Raises:
+        ConfigError: the run file is not valid, or puts two ranks on a GPU: the trainer goes on.
         PacelineError: it does not come up.
     """
     need_root("restart")
+    run = load(CONFIG_DIR / f"{run_name}.toml")
+    check_ranks(assign_devices(run, avoid=given_devices(run_name)).ranks)
     trainer = trainer_unit(run_name)
     say(f"{trainer} restarts")
     systemctl("restart", trainer)

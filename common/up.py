@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 from . import paths
 from .control import Control, ReadySocket
-from .devices import gpu_count
+from .devices import assign_devices, check_ranks, gpu_count
 from .errors import ConfigError, PacelineError, UsageError, counted, how_it_ended
 from .finished import clear_finished
 from .locks import FileLock, held_by
@@ -390,6 +390,7 @@ class Supervisor:
         new, old = self._reload(), self.run_file
         if (new.name, new.output) != (old.name, old.output) or paths.ring_dir(new) != paths.ring_dir(old):
             raise ConfigError("name, output and stream.ring_dir of a live run must stay as they are: stop it first")
+        check_ranks(assign_devices(new, avoid=self.wanted.devices.values()).ranks)
         pid = self.trainer.pid if self.trainer.state == "running" else None
         if pid is not None and self._again_by is None:  # else it is about to be started anyway
             self._again_by = time.monotonic() + self.policy.stop
@@ -663,6 +664,7 @@ def up(
             return made
 
         wanted = Wanted.read(paths.run_dir(run.name), run.workers.count)
+        check_ranks(assign_devices(run, avoid=wanted.devices.values()).ranks)  # it would be found out after the data
         trainer = child(TRAINER, "consumer", *(("--resume", resume) if resume else ()))
         workers = [worker(index, wanted.devices.get(index)) for index in range(wanted.count)]
         view = view or make_view(run, plain)

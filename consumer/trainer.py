@@ -29,7 +29,7 @@ from typing import Any
 
 from ..common import faults, paths
 from ..common.batch import Kind
-from ..common.devices import assign_devices
+from ..common.devices import assign_devices, check_ranks
 from ..common.errors import ConfigError, PacelineError, counted
 from ..common.fingerprint import Fingerprint
 from ..common.finished import clear_finished, mark_finished
@@ -38,7 +38,9 @@ from ..common.notify import Patience, Watchdog, extend_timeout, notify
 from ..common.plan import Plan, plan_from
 from ..common.rows import Rows
 from ..common.runfile import RunFile
+from ..common.scale import Wanted
 from ..common.telemetry import Metrics
+from ..common.units import given_devices
 from .audit import check_ledger
 from .checkpoint import (
     CheckpointError,
@@ -110,6 +112,7 @@ def main(
             with flag.interruptible():
                 _claim(run, stack)
                 notify("STATUS=looking at data, target and checkpoint")
+                rank_devices(run)
                 start = _prepare(run, resume, describe)
         except StopRequested:
             notify("STOPPING=1")
@@ -146,6 +149,14 @@ class Start:
     @property
     def step(self) -> int:
         return self.state.step if self.state else 0
+
+
+def rank_devices(run: RunFile) -> list[str]:
+    """Where the ranks go: by the run file, else on GPUs that no worker has. ConfigError for two on a GPU."""
+    added = Wanted.read(paths.run_dir(run.name), run.workers.count).devices.values()
+    ranks = assign_devices(run, avoid=[*added, *given_devices(run.name)]).ranks
+    check_ranks(ranks)
+    return ranks
 
 
 def _claim(run: RunFile, stack: ExitStack) -> None:
@@ -321,8 +332,7 @@ class Trainer:
 
     def _jobs(self) -> list[RankJob]:
         run, facts = self._run, self._start.facts
-        devices = assign_devices(run).ranks
-        folder = paths.run_dir(run.name)
+        devices, folder = rank_devices(run), paths.run_dir(run.name)
         _remove_stores(run)
         store = folder / f"group-{self._incarnation:016x}"
         return [

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 from paceline.common import devices
-from paceline.common.devices import assign_devices, gpu_count, spare_devices
+from paceline.common.devices import assign_devices, check_ranks, gpu_count, spare_devices
+from paceline.common.errors import ConfigError
 from paceline.common.runfile import RunFile
 
 
@@ -62,6 +63,24 @@ def test_spare_gpus_are_those_that_nobody_of_the_run_has() -> None:
     run = make_run({"count": 1, "gpus_per_worker": 2}, {"ranks": 1, "devices": ["cuda:2"]})
     assert assign_devices(run, 8) == (["cuda:0"], ["cuda:2"])
     assert spare_devices(run, ["cuda:0"], 8) == ["cuda:3", "cuda:5"], "two beside each other for each"
+
+
+def test_ranks_take_the_gpus_of_added_workers_last() -> None:
+    run = make_run({"count": 1}, {"ranks": 2})
+    assert assign_devices(run, 4).ranks == ["cuda:1", "cuda:2"]
+    assert assign_devices(run, 4, avoid=["cuda:2"]).ranks == ["cuda:1", "cuda:3"]
+    assert assign_devices(run, 3, avoid=["cuda:2"]).ranks == ["cuda:1", "cuda:2"], "rather than both on one"
+    named = make_run({"count": 1}, {"ranks": 1, "devices": ["cuda:2"]})
+    assert assign_devices(named, 4, avoid=["cuda:2"]).ranks == ["cuda:2"]
+    one = make_run({"count": 1}, {"ranks": 1})
+    assert spare_devices(one, ["cuda:0", "cuda:2"], 4) == ["cuda:3"], "the rank is where it was before cuda:2 was given"
+
+
+def test_a_gpu_takes_one_rank() -> None:
+    check_ranks(["cuda:0", "cuda:1"])
+    check_ranks(["cpu", "cpu"])
+    with pytest.raises(ConfigError, match=r"trainer\.ranks = 3: cuda:1 would have 2 of them, .*\(trainer\.devices\)"):
+        check_ranks(["cuda:1", "cuda:0", "cuda:1"])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from live import Live, live_settings
-from paceline.common import control, paths, scale
+from paceline.common import control, paths, scale, units
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, UsageError
 from paceline.common.fingerprint import Fingerprint
@@ -25,6 +25,7 @@ from paceline.common.runfile import RunFile, to_toml
 from paceline.common.scale import Wanted
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.audit import audit
+from paceline.consumer.trainer import rank_devices
 
 
 @pytest.fixture
@@ -346,6 +347,42 @@ def test_where_nothing_is_free_it_is_said_who_shares(monkeypatch: pytest.MonkeyP
     assert scale.place(named, Wanted(1), [1, 2], [0], []) == {}, "the run file names its workers' devices"
     assert scale.shared(named, Wanted(3), [1, 2], [0]) == "; w2 shares cuda:0 with w0"
     assert scale.shared(gpus(monkeypatch, 0), Wanted(3), [1, 2], [0]) == "", "of a CPU nothing is said"
+
+
+def test_ranks_go_where_no_added_worker_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that starts anew with more ranks; and is refused where a GPU would have two."""
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
+    monkeypatch.setattr("paceline.common.units.CONFIG_DIR", tmp_path)
+    run = gpus(monkeypatch, 4, count=1)
+    assert rank_devices(run) == ["cuda:1"]
+    two = run.model_copy(update={"trainer": run.trainer.model_copy(update={"ranks": 2})})
+    folder = paths.run_dir(run.name)
+    Wanted(2, {1: "cuda:2"}).write(folder, 1)
+    assert rank_devices(two) == ["cuda:1", "cuda:3"]
+    paths.wanted_path(folder).unlink()
+    (tmp_path / "r.1.env").write_text("CUDA_VISIBLE_DEVICES=1\n")
+    (tmp_path / "r.x.env").write_text("CUDA_VISIBLE_DEVICES=3\n")
+    assert rank_devices(two) == ["cuda:2", "cuda:3"], "of a worker that is a unit"
+    gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match="cuda:1 would have 2 of them, and a GPU takes one"):
+        rank_devices(two)
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(two))
+    assert main(["up", str(path)]) == 78
+
+
+def test_a_run_file_that_would_end_it_does_not_restart_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "CONFIG_DIR", tmp_path)
+    monkeypatch.setattr(units, "need_root", lambda *_: None)
+    monkeypatch.setattr(units, "systemctl", lambda *_: pytest.fail("the trainer was touched"))
+    run = gpus(monkeypatch, 2)
+    text = to_toml(run.model_copy(update={"trainer": run.trainer.model_copy(update={"ranks": 2})}))
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(ConfigError, match="a GPU takes one"):
+        units.restart_trainer("r")
+    (tmp_path / "r.toml").write_text(text.replace("ranks = 2", "ranks = 0"))
+    with pytest.raises(ConfigError, match=r"r\.toml:\d+: trainer\.ranks = 0"):
+        units.restart_trainer("r")
 
 
 @pytest.mark.parametrize("command", [["scale", "nobody", "2"], ["stop", "nobody"], ["restart", "nobody"]])
