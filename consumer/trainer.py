@@ -188,7 +188,7 @@ def _prepare(run: RunFile, resume: str | None, describe: Describe) -> Start:
             f"lowered?): {problems[0]}"
         )
     # Those that were passed over too: damaged in ways that only reading shows, they would be kept for the newest ones.
-    for moved in set_aside_newer(checkpoint.parent, state.step):
+    for moved in set_aside_newer(paths.checkpoint_dir(run), state.step):
         print(f"a newer checkpoint is left aside: {moved}", flush=True)
     hours = run.trainer.max_hours
     over = hours is not None and state.seconds >= 3600 * hours

@@ -7,6 +7,7 @@ which nothing happened.
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -545,3 +546,19 @@ def test_resume_from_an_older_checkpoint_leaves_the_newer_aside(job: Job, undist
     assert job.audit().finished
     assert job.weight() == expected_weight(job, undisturbed)
     assert "cannot resume: nowhere: there is no such checkpoint folder" in ended(job.trainer("nowhere"), 78)
+
+
+def test_resume_from_another_folder_leaves_the_runs_own_newer_aside(job: Job, undisturbed: dict[str, float]):
+    """A copy was kept elsewhere: its neighbours stay as they are, and the next start goes on in the timeline chosen."""
+    job.settings["checkpoint"]["keep_last"] = 9
+    stop_after(job, 5)
+    kept = job.folder / "kept"
+    shutil.copytree(job.checkpoints, kept)
+    newest, *_, oldest = ck.folders(kept)
+    trainer = job.trainer(str(oldest), learner={"seconds": 600.0})
+    wait_for(lambda: (read_status(paths.status_path(job.run)) or {}).get("state") == "waiting", trainer)
+    trainer.kill()
+    assert newest.exists(), "another folder's checkpoints are none of this run's timeline"
+    again, _ = ck.newest_complete(job.checkpoints)
+    assert again is not None and ck.load_state(again).step <= ck.load_state(oldest).step
+    assert "resuming run toy-" in finish(job, undisturbed)
