@@ -1,5 +1,9 @@
 """The loop of one rank in this process, fed by the test: what it keeps of each phase."""
 
+import json
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +17,7 @@ from paceline.common.rows import Rows
 from paceline.common.runfile import RunFile
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.group import LocalGroup
-from paceline.consumer.job import RankJob
+from paceline.consumer.job import RankJob, Reports
 from paceline.consumer.source import Phase, RecordSource
 from paceline.consumer.stop import StopFlag
 from paceline.consumer.training import FIRST_PHASE, Boundary, Training
@@ -137,3 +141,28 @@ def test_a_skipped_step_has_no_figures_of_the_one_before(tmp_path: Path):
     state = Loop(tmp_path, SumLearner(poison=poison), max_steps=2).train()
     assert state.metrics["skipped"] == 1.0 and "loss" not in state.metrics and "lr" not in state.metrics
     assert state.metrics["tau_chain"] == 1.01, "of the evaluation after it"
+
+
+def test_a_report_longer_than_the_pipe_is_whole_whatever_signal_comes():
+    reading, writing = os.pipe()
+    heard = bytearray()
+    signalled = threading.Event()
+
+    def listen() -> None:
+        signalled.wait()
+        while piece := os.read(reading, 1 << 16):
+            heard.extend(piece)
+
+    before = signal.signal(signal.SIGALRM, lambda number, frame: signalled.set())
+    listener = threading.Thread(target=listen)
+    try:
+        listener.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)  # while the pipe is full
+        Reports(writing).end("failed", 500_000 * "x")
+    finally:
+        signalled.set()
+        signal.signal(signal.SIGALRM, before)
+        os.close(writing)
+        listener.join()
+        os.close(reading)
+    assert json.loads(heard) == {"end": "failed", "why": 500_000 * "x"}
