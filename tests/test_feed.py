@@ -650,6 +650,8 @@ def test_a_refused_batch_is_needed_again_and_listed_the_second_time(desk: Desk, 
     desk.want(0, 3, refused=(0, 1))
     (exhausted,) = desk.decide()
     assert isinstance(exhausted, wire.Exhausted)
+    with pytest.raises(FeedBroken, match="phase 0"):
+        desk.done(0, [train(0, 0), train(0, 1)])  # no rank can have trained it
     assert desk.done(0, [train(0, 1)], [train(0, 0)])
     assert list(desk.state.ledger.listed) == [BatchId.unpack(train(0, 0))]
     assert (desk.state.counters.refused, desk.state.counters.listed) == (2, 1)
