@@ -548,17 +548,20 @@ def test_resume_from_an_older_checkpoint_leaves_the_newer_aside(job: Job, undist
     assert "cannot resume: nowhere: there is no such checkpoint folder" in ended(job.trainer("nowhere"), 78)
 
 
-def test_resume_from_another_folder_leaves_the_runs_own_newer_aside(job: Job, undisturbed: dict[str, float]):
-    """A copy was kept elsewhere: its neighbours stay as they are, and the next start goes on in the timeline chosen."""
+@pytest.mark.parametrize("own", ["newer checkpoints", "none"])
+def test_resume_from_another_folder(job: Job, own: str, undisturbed: dict[str, float]):
+    """A copy was kept elsewhere, whose neighbours stay as they are. Killed before the first checkpoint of its own, the
+    trainer goes on in the timeline that was chosen: neither from newer checkpoints of the one left nor from nothing."""
     job.settings["checkpoint"]["keep_last"] = 9
     stop_after(job, 5)
-    kept = job.folder / "kept"
-    shutil.copytree(job.checkpoints, kept)
+    kept = shutil.copytree(job.checkpoints, job.folder / "kept")
+    if own == "none":
+        shutil.rmtree(job.checkpoints)
     newest, *_, oldest = ck.folders(kept)
     trainer = job.trainer(str(oldest), learner={"seconds": 600.0})
     wait_for(lambda: (read_status(paths.status_path(job.run)) or {}).get("state") == "waiting", trainer)
     trainer.kill()
     assert newest.exists(), "another folder's checkpoints are none of this run's timeline"
-    again, _ = ck.newest_complete(job.checkpoints)
-    assert again is not None and ck.load_state(again).step <= ck.load_state(oldest).step
-    assert "resuming run toy-" in finish(job, undisturbed)
+    step = ck.load_state(oldest).step
+    assert ck.load_state(job.newest()).step == step
+    assert f"at step {step} from" in finish(job, undisturbed)
