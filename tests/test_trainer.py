@@ -437,7 +437,10 @@ def one_error(output: str) -> str:
     return lines[-1]
 
 
-def test_step_that_is_not_finite_is_listed_and_the_run_goes_on(job: Job):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_step_that_is_not_finite_is_listed_and_the_run_goes_on(job: Job, ranks: int):
+    """On both ranks alike, though the numbers of one are in order."""
+    job.settings["trainer"]["ranks"] = ranks
     trainer = job.trainer(learner=poison(job, 3))
     job.worker(0)
     output = ended(trainer, 0)
