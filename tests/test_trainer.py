@@ -551,7 +551,7 @@ def test_resume_from_an_older_checkpoint_leaves_the_newer_aside(job: Job, undist
     assert "cannot resume: nowhere: there is no such checkpoint folder" in ended(job.trainer("nowhere"), 78)
 
 
-@pytest.mark.parametrize("own", ["newer checkpoints", "none"])
+@pytest.mark.parametrize("own", ["newer checkpoints", "none", "one left aside"])
 def test_resume_from_another_folder(job: Job, own: str, undisturbed: dict[str, float]):
     """A copy was kept elsewhere, whose neighbours stay as they are. Killed before the first checkpoint of its own, the
     trainer goes on in the timeline that was chosen: neither from newer checkpoints of the one left nor from nothing."""
@@ -561,6 +561,8 @@ def test_resume_from_another_folder(job: Job, own: str, undisturbed: dict[str, f
     if own == "none":
         shutil.rmtree(job.checkpoints)
     newest, *_, oldest = ck.folders(kept)
+    if own == "one left aside":
+        oldest = (job.checkpoints / oldest.name).rename(job.checkpoints / f"left-{oldest.name}")
     trainer = job.trainer(str(oldest), learner={"seconds": 600.0})
     wait_for(lambda: (read_status(paths.status_path(job.run)) or {}).get("state") == "waiting", trainer)
     trainer.kill()
