@@ -179,7 +179,9 @@ class PlayedFeed:
     def expect(self, kind: type, **fields: Any) -> Any:
         """The next message of `kind` with these fields; what comes before it is dropped, being repeated or of no
         interest here."""
+        deadline = time.monotonic() + SECONDS / 1000  # a rank goes on repeating what it said
         while True:
+            assert time.monotonic() < deadline, f"the rank does not say {kind.__name__} {fields}"
             message = self.receive()
             if isinstance(message, kind) and all(getattr(message, key) == value for key, value in fields.items()):
                 return message
@@ -339,6 +341,20 @@ def test_worker_refused_in_a_row_ends_the_run_by_name(
         refuse_next(feed, ring, index, commit(ring, meta), train(0))
     with pytest.raises(BadWorker, match=r"3 records in a row from worker w0 .*fingerprint"):
         source.next((Kind.TRAIN, 0))
+
+
+def test_a_record_in_order_ends_a_row_of_refusals(
+    source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows
+):
+    bad = make_meta(plan, rows, train(0), fingerprint=5)
+    for index in (0, 1):
+        refuse_next(feed, ring, index, commit(ring, bad), train(0))
+    good = commit(ring, make_meta(plan, rows, train(1)))
+    give(feed, ring, feed.expect(wire.RankWant, index=2), good, train(1))
+    for index in (3, 4):
+        refuse_next(feed, ring, index, commit(ring, bad), train(0))
+    feed.expect(wire.RankWant, index=5)
+    assert take(source).batch == train(1)
 
 
 def test_a_ring_that_cannot_be_mapped_ends_the_run(
