@@ -374,6 +374,27 @@ def test_a_ring_that_cannot_be_mapped_ends_the_run(
     assert [view.state for view in ring.states()].count(SlotState.READY) == 1, "a later run finds it"
 
 
+def test_a_record_in_training_is_freed_though_the_thread_has_ended(
+    source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows, monkeypatch: pytest.MonkeyPatch
+):
+    """The rank then ends by the reason why it has, and not by one that follows from it."""
+    where = commit(ring, make_meta(plan, rows, train(0)))
+    give(feed, ring, feed.expect(wire.RankWant), where, train(0))
+    record = take(source)
+
+    def too_many(path: Path) -> RingReader:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(RingReader, "open", too_many)
+    want = feed.expect(wire.RankWant, index=1)
+    feed.send(wire.Take(TRAINER, want.kind, want.number, 1, "w1", 1, 0, 1, train(1).pack(), 0))
+    with pytest.raises(PacelineError, match="of worker w1 cannot be mapped"):
+        source.next((Kind.TRAIN, 0))
+    source._thread.join()
+    source.release(record)
+    assert ring.states()[where[0]].state is SlotState.FREE
+
+
 def test_slot_that_is_no_longer_the_record(source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows):
     slot, seq = commit(ring, make_meta(plan, rows, train(0)))
     refused = refuse_next(feed, ring, 0, (slot, seq + 1), train(0))
