@@ -345,6 +345,24 @@ def set_aside_newer(root: Path, step: int) -> list[Path]:
     return moved
 
 
+def bring_in(root: Path, checkpoint: Path) -> Path:
+    """A complete checkpoint's place under `root`; one that lies elsewhere, or was left aside, is copied there first. So
+    a run that was started from it finds it again, also if it is killed before a checkpoint of its own.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    state = load_state(checkpoint)
+    if checkpoint.resolve() == step_folder(root, state.step).resolve():
+        return checkpoint
+
+    def write(folder: Path) -> None:
+        for name in (MODEL, OPTIMIZER):
+            shutil.copyfile(checkpoint / name, folder / name)
+
+    return write_checkpoint(root, state, write)
+
+
 # In the background ---------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ Shapes: T context positions, S block slots, K recorded target layers, H hidden s
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -220,12 +220,14 @@ def check_mask_token(
     info: TargetInfo,
     *,
     pad_token_id: int | None = None,
+    end_token_ids: Collection[int] = (),
     used_token: Callable[[int], bool] | None = None,
 ) -> int:
     """The mask token's id, once it is one that can serve; ConfigError says what is wrong and how to choose.
 
     It must be a row of the target's embedding that data never uses, and never a pad, bos or eos token: the
     drafter learns "fill in this slot" from it, and those carry a meaning of their own.
+    end_token_ids: the target's, beside the one that `info` names.
     used_token(id): whether the prepared rows contain the token (`common.rows.Rows.used_token`).
     """
     advice = "choose a reserved or unused token of the tokenizer, one that the chat template never writes"
@@ -234,9 +236,9 @@ def check_mask_token(
     what = f"drafter.mask_token_id = {mask_token_id}"
     if not 0 <= mask_token_id < info.vocab_size:
         raise ConfigError(f"{what} is outside the target's {info.vocab_size} embedding rows: {advice}")
-    taken = {"bos": info.bos_token_id, "eos": info.eos_token_id, "pad": pad_token_id}
+    taken = {"bos": {info.bos_token_id}, "eos": {info.eos_token_id, *end_token_ids}, "pad": {pad_token_id}}
     for name, special in taken.items():
-        if mask_token_id == special:
+        if mask_token_id in special:
             raise ConfigError(f"{what} is the target's {name} token: {advice}")
     if used_token is not None and used_token(mask_token_id):
         raise ConfigError(f"{what} occurs in the data: {advice}")
@@ -253,6 +255,14 @@ def pad_token_id(folder: Path) -> int | None:
         added = _json(folder / "tokenizer.json").get("added_tokens", [])
         found = next((entry["id"] for entry in added if entry["content"] == text), None)
     return found
+
+
+def end_token_ids(folder: Path) -> set[int]:
+    """All end tokens of a target's folder: those of its config and of its generation config, which may name several."""
+    config = _json(folder / "config.json")
+    named = (config, config.get("text_config") or {}, _json(folder / "generation_config.json"))
+    found = [values.get("eos_token_id") for values in named]
+    return {token for one in found for token in (one if isinstance(one, list) else [one]) if token is not None}
 
 
 def _json(path: Path) -> dict[str, Any]:

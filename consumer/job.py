@@ -89,7 +89,9 @@ class Reports:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._said = time.monotonic()
-        os.write(self._descriptor, (json.dumps(message) + "\n").encode())
+        line = memoryview((json.dumps(message) + "\n").encode())
+        while line:  # a signal cuts a write short that a full pipe holds up, and half a line would end the trainer
+            line = line[os.write(self._descriptor, line) :]
 
 
 @cache

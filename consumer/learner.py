@@ -35,7 +35,7 @@ from ..common.target_info import TargetInfo
 from .anchors import Positions, draw_anchors
 from .blocks import Blocks, Prepared, attention, default_gamma, pack_blocks, to_device
 from .chains import accept_everywhere, run_chains
-from .drafter import ContextKV, Drafter, check_mask_token, pad_token_id
+from .drafter import ContextKV, Drafter, check_mask_token, end_token_ids, pad_token_id
 from .linears import ALIGNED, DraftMLP, Eight, check_fp8, use_fp8, without_fp8
 from .losses import (
     SCALARS,
@@ -570,7 +570,10 @@ def build_learner(
     dtype = drafter_dtype(run.trainer.dtype, device)
     drafter = first_drafter(run, info, layer_ids, resumed)
     mask = drafter.config.mask_token_id
-    check_mask_token(mask, info, pad_token_id=pad_token_id(Path(info.path)), used_token=used_token)
+    folder = Path(info.path)
+    check_mask_token(
+        mask, info, pad_token_id=pad_token_id(folder), end_token_ids=end_token_ids(folder), used_token=used_token
+    )
     trusted = run.target.trust_remote_code
     head = FrozenHead.load(info.path, dtype=dtype, device=device, trust_remote_code=trusted)
     return kind(run, drafter, head, device=device, dtype=dtype)

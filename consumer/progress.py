@@ -79,6 +79,7 @@ class Progress:
         self.status["listed"] += len(listed) if kind is Kind.TRAIN else 0
         if kind is Kind.EVAL:
             self._metrics.write(number, values, kind="eval")
+            self.status.pop("tau_chain", None)
             self.status |= {key: values[key] for key in ("tau_chain",) if key in values}
             return
         self._metrics.write(number + 1, values)

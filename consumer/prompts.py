@@ -161,7 +161,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     assistant turn that ends the conversation is left out. ConfigError names file and line."""
     prompts: list[Prompt] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not `splitlines`: JSON may hold U+2028 as it is
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read prompts: {error}") from None
     for number, line in enumerate(lines, 1):

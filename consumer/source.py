@@ -90,9 +90,10 @@ class RecordSource:
     """Records for one rank of one trainer, phase by phase.
 
     address: where the feed listens for ranks. ring_dir: the run's rings. next_phase: what follows a phase.
-    on_map, on_unmap: called with (address, bytes) when a ring has been mapped and before it is unmapped.
-    on_ready: called with a record that checks out, before `next` gives it, in the order in which it gives them; like
-        those two by the source's thread. It may read the record until that is released or its ring unmapped.
+    on_map, on_unmap: called with (address, bytes) when a ring has been mapped and before it is unmapped; by the
+        source's thread, or in the end by `close`.
+    on_ready: called with a record that checks out, before `next` gives it, in the order in which it gives them, by the
+        source's thread. It may read the record until that is released or its ring unmapped.
     """
 
     def __init__(
@@ -201,6 +202,10 @@ class RecordSource:
         self._poke()
         if self._thread.ident is not None:
             self._thread.join()
+        # Not by the thread, which may have ended while the loop reads a record.
+        self._replaced += self._readers.values()
+        self._readers.clear()
+        self._unmap_replaced()
         os.close(self._wake)
 
     def _of(self, phase: Phase) -> _Progress:
@@ -224,8 +229,6 @@ class RecordSource:
         finally:
             socket.close(linger=_CLOSE_LINGER_MS)
             context.term()
-            self._replaced += self._readers.values()
-            self._unmap_replaced()
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

@@ -45,6 +45,7 @@ from .audit import check_ledger
 from .checkpoint import (
     CheckpointError,
     CheckpointState,
+    bring_in,
     load_state,
     newest_complete,
     prune,
@@ -199,8 +200,10 @@ def _prepare(run: RunFile, resume: str | None, describe: Describe) -> Start:
             f"lowered?): {problems[0]}"
         )
     # Those that were passed over too: damaged in ways that only reading shows, they would be kept for the newest ones.
-    for moved in set_aside_newer(checkpoint.parent, state.step):
+    root = paths.checkpoint_dir(run)
+    for moved in set_aside_newer(root, state.step):
         print(f"a newer checkpoint is left aside: {moved}", flush=True)
+    checkpoint = bring_in(root, checkpoint)
     hours = run.trainer.max_hours
     over = hours is not None and state.seconds >= 3600 * hours
     following = None if over else _phase_after(state, plan)

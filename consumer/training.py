@@ -34,6 +34,7 @@ from .source import BadWorker, FeedStopped, Phase, RecordSource
 from .stop import StopFlag, StopRequested
 
 FIRST_PHASE: Phase = (Kind.TRAIN, 0)
+_EVAL, _CHAIN = "eval_", "tau_chain"  # of the names of an evaluation's figures
 
 
 class Learner(Protocol):
@@ -354,7 +355,9 @@ class Training:
             values["anchors_per_s"] = anchors / values["seconds"]
         numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
         kept = {_metric_name(kind, key): value for key, value in numbers.items() if math.isfinite(value)}
-        self._at.metrics |= kept
+        # None of the phase before of its kind stays: it would pass for a figure of these weights.
+        others = {key: value for key, value in self._at.metrics.items() if _of_evaluation(key) != (kind is Kind.EVAL)}
+        self._at.metrics = others | kept
         if self._job.rank:
             return
         done = wire.Done(
@@ -451,4 +454,8 @@ def _ending_of(stopped: list[Collected]) -> Ending:
 
 def _metric_name(kind: Kind, key: str) -> str:
     """In state.json an evaluation's figures stand beside a step's; tau_chain is only measured in evaluations."""
-    return f"eval_{key}" if kind is Kind.EVAL and key != "tau_chain" else key
+    return f"{_EVAL}{key}" if kind is Kind.EVAL and key != _CHAIN else key
+
+
+def _of_evaluation(name: str) -> bool:
+    return name == _CHAIN or name.startswith(_EVAL)

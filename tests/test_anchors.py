@@ -51,9 +51,9 @@ def test_labels_and_weights_by_hand():
 
 def test_weight_ends_at_the_first_unsupervised_label():
     """The slots after it exist (the document goes on) and are not scored, even where a later turn is supervised."""
-    blocks = pack(range(8), bits("01100111"), [0, 8], [[1, 5]])
+    blocks = pack(range(8), bits("01100111"), [0, 8], [[1, 5]], block_size=6)
     assert [(a, at) for a, at, _, _ in blocks.table()] == [(1, 2), (5, 6), (5, 7)]
-    assert blocks.slots == 4 + 3
+    assert blocks.slots == 6 + 3
 
 
 def test_packed_rows_count_from_their_own_start():

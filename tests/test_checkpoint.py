@@ -187,6 +187,8 @@ def test_best_counts_only_evaluations_of_its_own_weights(root: Path):
     ck.write_checkpoint(root, state(1, evaluated=0, metrics={"tau_chain": 9.0}), writer(1.0))
     best = ck.write_checkpoint(root, evaluated(2, 2.0), writer(2.0))
     assert ck.best_of(ck.folders(root)) == best
+    newer = ck.write_checkpoint(root, evaluated(3, 2.0), writer(3.0))
+    assert ck.best_of(ck.folders(root)) == newer, "of equals"
 
 
 def test_best_and_newest_stand_for_checkpoints(tmp_path: Path):

@@ -189,6 +189,15 @@ def test_bad_prompts_name_the_line(line: str, tmp_path: Path) -> None:
         read_prompts(path)
 
 
+def test_a_line_ends_at_its_line_feed_alone(tmp_path: Path) -> None:
+    """JSON may hold Unicode's other line separators as they are, and a file may begin with a byte order mark."""
+    path = tmp_path / "prompts.jsonl"
+    texts = ["one\u2028line", "\u0085 and \u2029", "last"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    assert [prompt.messages[0]["content"] for prompt in read_prompts(path)] == texts
+
+
 def test_an_answer_is_not_part_of_the_prompt(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -488,15 +488,18 @@ def test_an_epoch_that_ends_with_fewer_records_than_ranks_exhausts_the_others() 
         assert actions == [GiveExhausted(request) for request in requests]
 
 
-def test_one_record_of_the_next_phase_is_given_ahead_and_only_when_the_current_one_is_settled() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_one_record_of_the_next_phase_is_given_ahead_and_only_when_the_current_one_is_settled(strict: bool) -> None:
     scan = ring("w0", *(ready(i, 5 + i, train(0, 2 + i)) for i in range(4)), alive=False)
-    request = Request(0, STEP[1], 0)
-    half = {STEP[0]: [grant(0, 0, train(0, 0)), grant(0, 1, train(0, 1), Outcome.GIVEN)]}
-    assert of(Give, decide(view(scan, grants=half, requests=[request]))) == []
+
+    def given(grants: dict[Phase, list[Grant]], index: int = 0) -> list[int]:
+        requests = [Request(0, STEP[1], index)]
+        return [give.batch for give in of(Give, decide(view(scan, strict=strict, grants=grants, requests=requests)))]
+
+    assert given({STEP[0]: [grant(0, 0, train(0, 0)), grant(0, 1, train(0, 1), Outcome.GIVEN)]}) == []
     settled = {STEP[0]: [grant(0, 0, train(0, 0)), grant(0, 1, train(0, 1))]}
-    assert len(of(Give, decide(view(scan, grants=settled, requests=[request])))) == 1
-    ahead = {**settled, STEP[1]: [grant(0, 0, train(0, 2))]}
-    assert of(Give, decide(view(scan, grants=ahead, requests=[Request(0, STEP[1], 1)]))) == []
+    assert given(settled) == [train(0, 2)]
+    assert given({**settled, STEP[1]: [grant(0, 0, train(0, 2))]}, 1) == []
 
 
 def test_what_ranks_wait_for_is_made_beyond_credit_and_the_highest_record_gives_way() -> None:
@@ -647,6 +650,8 @@ def test_a_refused_batch_is_needed_again_and_listed_the_second_time(desk: Desk, 
     desk.want(0, 3, refused=(0, 1))
     (exhausted,) = desk.decide()
     assert isinstance(exhausted, wire.Exhausted)
+    with pytest.raises(FeedBroken, match="phase 0"):
+        desk.done(0, [train(0, 0), train(0, 1)])  # no rank can have trained it
     assert desk.done(0, [train(0, 1)], [train(0, 0)])
     assert list(desk.state.ledger.listed) == [BatchId.unpack(train(0, 0))]
     assert (desk.state.counters.refused, desk.state.counters.listed) == (2, 1)

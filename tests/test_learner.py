@@ -1,5 +1,6 @@
 """The learner on records: one gradient however the work is split, slots released, chains, checkpoints."""
 
+import json
 import math
 import shutil
 import time
@@ -417,6 +418,16 @@ def test_a_mask_token_in_use_is_refused(llama, token, words):
     run = make_run(target={"path": str(llama)}, drafter={"mask_token_id": token})
     with pytest.raises(ConfigError, match=words):
         build_learner(run, target_info(str(llama)), [1, 3], device="cpu", used_token=lambda token: token == 9)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_mask_token_that_is_one_of_several_end_tokens_is_refused(llama, tmp_path, file):
+    """Llama 3 lists three, of which data use one or two: the third must not be learnt as "fill in this slot"."""
+    folder = shutil.copytree(llama, tmp_path / "target")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | {"eos_token_id": [2, 11, 12]}))
+    run = make_run(target={"path": str(folder)}, drafter={"mask_token_id": 11})
+    with pytest.raises(ConfigError, match="mask_token_id = 11 is the target's eos token"):
+        build_learner(run, target_info(str(folder)), [1, 3], device="cpu")
 
 
 def test_micro_batches_are_runs_of_wanted_rows():

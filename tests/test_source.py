@@ -179,7 +179,9 @@ class PlayedFeed:
     def expect(self, kind: type, **fields: Any) -> Any:
         """The next message of `kind` with these fields; what comes before it is dropped, being repeated or of no
         interest here."""
+        deadline = time.monotonic() + SECONDS / 1000  # a rank goes on repeating what it said
         while True:
+            assert time.monotonic() < deadline, f"the rank does not say {kind.__name__} {fields}"
             message = self.receive()
             if isinstance(message, kind) and all(getattr(message, key) == value for key, value in fields.items()):
                 return message
@@ -341,6 +343,20 @@ def test_worker_refused_in_a_row_ends_the_run_by_name(
         source.next((Kind.TRAIN, 0))
 
 
+def test_a_record_in_order_ends_a_row_of_refusals(
+    source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows
+):
+    bad = make_meta(plan, rows, train(0), fingerprint=5)
+    for index in (0, 1):
+        refuse_next(feed, ring, index, commit(ring, bad), train(0))
+    good = commit(ring, make_meta(plan, rows, train(1)))
+    give(feed, ring, feed.expect(wire.RankWant, index=2), good, train(1))
+    for index in (3, 4):
+        refuse_next(feed, ring, index, commit(ring, bad), train(0))
+    feed.expect(wire.RankWant, index=5)
+    assert take(source).batch == train(1)
+
+
 def test_a_ring_that_cannot_be_mapped_ends_the_run(
     source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ):
@@ -356,6 +372,27 @@ def test_a_ring_that_cannot_be_mapped_ends_the_run(
     with pytest.raises(PacelineError, match=r"of worker w0 cannot be mapped: \[Errno 24\] Too many open files"):
         source.next((Kind.TRAIN, 0))
     assert [view.state for view in ring.states()].count(SlotState.READY) == 1, "a later run finds it"
+
+
+def test_a_record_in_training_is_freed_though_the_thread_has_ended(
+    source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows, monkeypatch: pytest.MonkeyPatch
+):
+    """The rank then ends by the reason why it has, and not by one that follows from it."""
+    where = commit(ring, make_meta(plan, rows, train(0)))
+    give(feed, ring, feed.expect(wire.RankWant), where, train(0))
+    record = take(source)
+
+    def too_many(path: Path) -> RingReader:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(RingReader, "open", too_many)
+    want = feed.expect(wire.RankWant, index=1)
+    feed.send(wire.Take(TRAINER, want.kind, want.number, 1, "w1", 1, 0, 1, train(1).pack(), 0))
+    with pytest.raises(PacelineError, match="of worker w1 cannot be mapped"):
+        source.next((Kind.TRAIN, 0))
+    source._thread.join()
+    source.release(record)
+    assert ring.states()[where[0]].state is SlotState.FREE
 
 
 def test_slot_that_is_no_longer_the_record(source: RecordSource, feed: PlayedFeed, ring: Ring, plan: Plan, rows: Rows):

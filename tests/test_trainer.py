@@ -7,6 +7,7 @@ which nothing happened.
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -436,7 +437,10 @@ def one_error(output: str) -> str:
     return lines[-1]
 
 
-def test_step_that_is_not_finite_is_listed_and_the_run_goes_on(job: Job):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_step_that_is_not_finite_is_listed_and_the_run_goes_on(job: Job, ranks: int):
+    """On both ranks alike, though the numbers of one are in order."""
+    job.settings["trainer"]["ranks"] = ranks
     trainer = job.trainer(learner=poison(job, 3))
     job.worker(0)
     output = ended(trainer, 0)
@@ -545,3 +549,24 @@ def test_resume_from_an_older_checkpoint_leaves_the_newer_aside(job: Job, undist
     assert job.audit().finished
     assert job.weight() == expected_weight(job, undisturbed)
     assert "cannot resume: nowhere: there is no such checkpoint folder" in ended(job.trainer("nowhere"), 78)
+
+
+@pytest.mark.parametrize("own", ["newer checkpoints", "none", "one left aside"])
+def test_resume_from_another_folder(job: Job, own: str, undisturbed: dict[str, float]):
+    """A copy was kept elsewhere, whose neighbours stay as they are. Killed before the first checkpoint of its own, the
+    trainer goes on in the timeline that was chosen: neither from newer checkpoints of the one left nor from nothing."""
+    job.settings["checkpoint"]["keep_last"] = 9
+    stop_after(job, 5)
+    kept = shutil.copytree(job.checkpoints, job.folder / "kept")
+    if own == "none":
+        shutil.rmtree(job.checkpoints)
+    newest, *_, oldest = ck.folders(kept)
+    if own == "one left aside":
+        oldest = (job.checkpoints / oldest.name).rename(job.checkpoints / f"left-{oldest.name}")
+    trainer = job.trainer(str(oldest), learner={"seconds": 600.0})
+    wait_for(lambda: (read_status(paths.status_path(job.run)) or {}).get("state") == "waiting", trainer)
+    trainer.kill()
+    assert newest.exists(), "another folder's checkpoints are none of this run's timeline"
+    step = ck.load_state(oldest).step
+    assert ck.load_state(job.newest()).step == step
+    assert f"at step {step} from" in finish(job, undisturbed)

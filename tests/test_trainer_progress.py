@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paceline.common.batch import Kind
 from paceline.common.telemetry import Metrics
 from paceline.consumer import progress as module
 from paceline.consumer.feeder import FeedSnapshot, WorkerStatus
@@ -86,3 +87,10 @@ def test_a_trainer_is_quiet_since_its_last_phase(progress: Progress, clock: Cloc
     assert progress.quiet_s == 0
     progress.write("training")
     assert json.loads((tmp_path / "status").read_text())["state"] == "training"
+
+
+def test_an_evaluation_without_figures_shows_none_of_the_one_before(progress: Progress):
+    progress.phase(Kind.EVAL, 1, {"tau_chain": 1.5}, {})
+    assert progress.status["tau_chain"] == 1.5
+    progress.phase(Kind.EVAL, 2, {"tau": 0.0}, {})
+    assert "tau_chain" not in progress.status
