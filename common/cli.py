@@ -131,9 +131,7 @@ def demo(out: Path, data: Path | None, plain: bool) -> int:
 @click.option("--target", required=True, help="Local folder, GGUF file or hub id of a causal language model.")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use, 0 for CPU. Default: all of this machine.")
 @click.option("--split", metavar="N-M", help="N workers and M trainer ranks. Default: 3-1 on 4 GPUs, 5-3 on 8.")
-@click.option(
-    "--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (.jsonl, .json, .gz, .parquet)."
-)
+@click.option("--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (docs/data.md).")
 @click.option("--name", help="The run's name. Default: from the target.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(

@@ -109,9 +109,9 @@ def regenerate(
 ) -> int:
     """Let the target answer the prompts of chat files itself, with the template, thinking and sampling of serving.
 
-    DATA are chat files as for `prepare` (.jsonl, .jsonl.gz, .parquet); rows may also be prompts alone, {"prompt": text}
-    or messages that end with the user's. What is written is for `prepare`. A job that was stopped or killed goes on
-    when the same command is given again. Exit code 1 if rows are left without an answer.
+    DATA are chat files as for `prepare`; rows may also be prompts alone, {"prompt": text} or messages that end with the
+    user's. What is written is for `prepare`. A job that was stopped or killed goes on when the same command is given
+    again. Exit code 1 if rows are left without an answer.
     """
     if (target is None) == (not endpoints):
         raise UsageError("give either --target, to answer here, or --endpoint")
@@ -265,9 +265,9 @@ def _progress_text(progress: "Progress") -> str:
 def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], shown: int, **options: Any) -> None:
     """Turn chat files into token rows with loss masks.
 
-    DATA are chat files (.jsonl, .json, either with .gz, .parquet). Or it is one run file: then its data are prepared as
-    its settings say and its target is fetched or converted, and nothing else; `paceline up` begins with this. What of
-    the data can't be used is left out, with file, line and reason; docs/data.md lists forms and reasons.
+    DATA are chat files (.jsonl, .json, either with .gz or .zst, .parquet). Or it is one run file: then its data are
+    prepared as its settings say and its target is fetched or converted, and nothing else; `paceline up` begins with
+    this. What of the data can't be used is left out, with file, line and reason; docs/data.md lists forms and reasons.
     """
     first = next(iter(data))
     if first.suffix == ".toml":

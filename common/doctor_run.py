@@ -121,7 +121,9 @@ def _data(run: "RunFile") -> Iterator[Check]:
     if run.data.rows is not None:
         yield _readable("data", Path(run.data.rows) / "rows.arrow")
     for file in (Path(file.path) for file in run.data.files):
-        if not file.name.endswith(CHAT_SUFFIXES):
+        if file.is_dir():
+            yield Check("data", "FAIL", f"{file} is a folder", "name each of its files in data.files")
+        elif not file.name.endswith(CHAT_SUFFIXES):
             yield Check("data", "FAIL", f"{file} is no chat file by its name", f"give {', '.join(CHAT_SUFFIXES)}")
         elif file.is_file() and not file.stat().st_size:
             yield Check("data", "FAIL", f"{file} is empty", "put conversations in it")

@@ -29,7 +29,7 @@ DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
 
 INIT_KINDS = ("random", "target")  # of drafter.init_from; any other is the drafter to start from
 COPYABLE = ("llama", "mistral", "qwen3")  # types of target whose layers init_from = "target" can take over
-CHAT_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+CHAT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
 
 NONE = "none"  # how a run file says that a setting with a default is off; TOML has no null
 

@@ -254,8 +254,8 @@ def _write(
         if progress:
             progress(conversations)
     if not writer.added:
-        first = f"; the first: {examples[0]}" if examples else ""
-        raise PacelineError(f"no usable row among {counted(conversations, 'conversation')}{first}")
+        first = f"the first: {examples[0]}" if examples else f"nothing in {', '.join(file.name for file in files)}"
+        raise PacelineError(f"no usable row among {counted(conversations, 'conversation')}; {first}")
     return {
         "files": [asdict(file) for file in files],
         "conversations": conversations,
