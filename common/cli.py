@@ -146,7 +146,8 @@ def init(
     write_run_file(path, text, force)
     click.echo(f"wrote {path}")
     if suggest_mask_token(target) is None:
-        click.echo(f"set drafter.mask_token_id in it, then: paceline up {path}")
+        named = f"`paceline prepare {path}` names tokens that the data never use"
+        click.echo(f"set drafter.mask_token_id in it ({named}), then: paceline up {path}")
     else:
         click.echo(f"next: paceline doctor {path}, which looks whether all is there; then paceline up {path}")
 

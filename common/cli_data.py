@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .runfile import RunFile
 
 _PLAIN_SECONDS = 30.0  # between two lines of progress where there is no terminal
+_SPARE_SHOWN = 5  # tokens that may serve as mask token
 _HERE = ("device", "dtype", "batch_size", "trust_remote_code")
 _THERE = ("model", "concurrency", "timeout", "patience", "tries", "api_key_env", "extra_body")
 
@@ -297,10 +299,10 @@ def _prepare_files(data: tuple[Path, ...], shown: int, thinking: bool | None, **
 
 def _prepare_run(run: "RunFile", shown: int) -> None:
     """What trainer and workers would each do first, done once: rows, target, and the checks that need no weights."""
-    from ..producer.prepare import prepare_run
+    from ..producer.prepare import prepare_run, spare_tokens
     from .dataset import prepared_rows
     from .plan import plan_from
-    from .target_info import resolve_layer_ids, target_info
+    from .target_info import check_run_mask_token, resolve_layer_ids, target_info
 
     if run.data.files:
         with counter("conversations") as progress:
@@ -316,6 +318,13 @@ def _prepare_run(run: "RunFile", shown: int) -> None:
     )
     if shown:
         _show_rows(rows, shown)
+    if run.drafter.needs_mask_token:
+        spare = [f"{token} {text}" for token, text in islice(spare_tokens(rows, info).items(), _SPARE_SHOWN)]
+        click.echo(
+            f"set drafter.mask_token_id to a token that these data never use: {', '.join(spare) or 'none is special'}"
+        )
+    else:
+        check_run_mask_token(run, info, rows.used_token)
 
 
 def _show_rows(rows: "Rows", count: int) -> None:

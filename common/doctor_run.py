@@ -143,12 +143,9 @@ def _output(run: "RunFile") -> Iterator[Check]:
 
 
 def _mask_token(run: "RunFile") -> Iterator[Check]:
-    from .runfile import INIT_KINDS
-
-    if run.drafter.mask_token_id is None and run.drafter.init_from in INIT_KINDS:  # else it is that drafter's
-        yield Check(
-            "mask token", "FAIL", "drafter.mask_token_id is not set", "name a token of the target that data never use"
-        )
+    if run.drafter.needs_mask_token:
+        todo = "name a token of the target that data never use: `paceline prepare RUN.toml` lists some"
+        yield Check("mask token", "FAIL", "drafter.mask_token_id is not set", todo)
     rows, mask = config_value(run.target.path, "vocab_size", int), run.drafter.mask_token_id
     if rows and mask is not None and mask >= rows:
         text = f"drafter.mask_token_id = {mask} is outside the target's {rows} embedding rows"

@@ -264,6 +264,11 @@ class DrafterSettings(Section):
         return self
 
     @property
+    def needs_mask_token(self) -> bool:
+        """Whether mask_token_id is missing; a drafter to start from brings its own."""
+        return self.mask_token_id is None and self.init_from in INIT_KINDS
+
+    @property
     def slides(self) -> tuple[bool, ...]:
         """Whether each draft layer slides."""
         if self.sliding_window is None:
