@@ -339,9 +339,9 @@ def spare_tokens(rows: Rows, info: "TargetInfo") -> dict[int, str]:
     tokenizer = Tokenizer.from_str(chat.tokenizer)
     past = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     taken = {info.bos_token_id, info.eos_token_id, pad_token_id(Path(info.path))}
-    special = [
-        (at, token.content) for at, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special
-    ]
+    named = [text for name, text in chat.special_tokens.items() if name != "mask_token"]  # unk_token and the like
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    special = [(at, token.content) for at, token in added if token.special and token.content not in named]
     found = {past: "past the tokenizer"} if past < info.vocab_size else {}
     return found | {
         at: text

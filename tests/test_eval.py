@@ -189,6 +189,21 @@ def test_bad_prompts_name_the_line(line: str, tmp_path: Path) -> None:
         read_prompts(path)
 
 
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
+def test_prompts_as_other_programs_write_them(name: str, tmp_path: Path) -> None:
+    said = ["a\u2028b", "c\x85d"]  # line ends to Python's splitlines, not to JSON
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in said]
+    data = "\ufeff" + "\r\n".join(lines)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
+    assert [prompt.messages[0]["content"] for prompt in read_prompts(path)] == said
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(
+        ConfigError, match="cannot read prompts" if path.suffix == ".gz" else r"prompts\.jsonl:2: not JSON"
+    ):
+        read_prompts(path)
+
+
 def test_an_answer_is_not_part_of_the_prompt(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
