@@ -96,7 +96,7 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
     if text is None or not text.endswith(".toml"):
         return text, DEFAULT_RING_DIR
     try:
-        values = tomllib.loads(Path(text).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(text).read_text(encoding="utf-8-sig"))
         return str(values["name"]), Path(values.get("stream", {}).get("ring_dir", DEFAULT_RING_DIR))
     except OSError as error:
         raise ConfigError(f"{text}: {error.strerror}") from None
