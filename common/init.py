@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import ConfigError, counted
+from .errors import ConfigError, UsageError, counted
 from .runfile import parse, toml_value
 
 # Rows of the target's embedding that released DFlash drafters (Qwen3) or trials (SmolLM2) mask with.
@@ -35,10 +35,10 @@ def choose_split(gpus: int) -> Split:
 
 
 def parse_split(text: str) -> Split:
-    """ "3-1" as a split. Raises ConfigError."""
+    """ "3-1" as a split. Raises UsageError."""
     found = re.fullmatch(r"([1-9]\d{0,3})-([1-9]\d{0,3})", text)
     if not found:
-        raise ConfigError(f"split {text}: give it as WORKERS-RANKS, for example 3-1")
+        raise UsageError(f"--split {text}: give it as WORKERS-RANKS, for example 3-1")
     return Split(int(found[1]), int(found[2]))
 
 

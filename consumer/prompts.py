@@ -179,7 +179,7 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+        raise ConfigError(f"{where}: not JSON ({error.msg}, column {error.colno}); a prompt is one line") from None
     if not isinstance(item, dict):
         item = {}
     tools = item.get("tools") or None

@@ -169,6 +169,19 @@ def test_computes_in_what_the_machine_is_fast_at(drafter_dir: Path, prompts_file
     assert report.dtype == str(compute_dtype("bfloat16", "cpu")).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_drafter_that_is_not_there_is_said_before_its_target_loads(
+    named: bool, tiny_target_dir: Path, prompts_file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(module, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    target = str(tiny_target_dir) if named else None
+    with pytest.raises(ConfigError, match=r"there is no folder .*/absent$"):
+        evaluate(tmp_path / "absent", prompts_file, target=target)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError):
+        evaluate(tmp_path, prompts_file, target=str(tiny_target_dir))
+
+
 def test_prompts(prompts_file: Path, tiny_tokenizer_dir: Path) -> None:
     prompts = read_prompts(prompts_file)
     assert prompts[0] == Prompt([{"role": "user", "content": "The river carries the letter."}])

@@ -282,7 +282,7 @@ def test_init_with_a_chosen_split(tmp_path: Path) -> None:
     run = load(path)
     assert (run.workers.count, run.trainer.ranks, run.name) == (6, 2, "mine")
     assert run.drafter.mask_token_id is None and "# mask_token_id" in text
-    with pytest.raises(ConfigError, match="WORKERS-RANKS"):
+    with pytest.raises(UsageError, match=r"^--split 6:2: give it as WORKERS-RANKS"):
         run_text("t", 8, split="6:2")
 
 
