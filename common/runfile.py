@@ -623,7 +623,7 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
         case "string_pattern_mismatch" if not fault["input"].strip():
             text = f"{key} = {json.dumps(fault['input'])}: must not be empty"
         case "string_pattern_mismatch":
-            text = f"{key} = {json.dumps(fault['input'])}: must be {_PATTERNS[fault.get('ctx', {}).get('pattern')]}"
+            text = f"{key} = {json.dumps(fault['input'])}: must be {_PATTERNS[fault.get('ctx', {})['pattern']]}"
         case "list_type":
             value = json.dumps(fault["input"], default=str)
             text = f"{key} = {value}: must be a list, such as [{value}]"
