@@ -72,6 +72,8 @@ devices = ["cpu"]
 epochs = 1000
 dtype = "float32"
 devices = ["cpu"]
+[drafter]
+mask_token_id = 3
 [checkpoint]
 every_steps = 100
 [evaluation]

@@ -96,7 +96,7 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
     if text is None or not text.endswith(".toml"):
         return text, DEFAULT_RING_DIR
     try:
-        values = tomllib.loads(Path(text).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(text).read_text(encoding="utf-8-sig"))
         return str(values["name"]), Path(values.get("stream", {}).get("ring_dir", DEFAULT_RING_DIR))
     except OSError as error:
         raise ConfigError(f"{text}: {error.strerror}") from None
@@ -131,9 +131,7 @@ def demo(out: Path, data: Path | None, plain: bool) -> int:
 @click.option("--target", required=True, help="Local folder, GGUF file or hub id of a causal language model.")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs to use, 0 for CPU. Default: all of this machine.")
 @click.option("--split", metavar="N-M", help="N workers and M trainer ranks. Default: 3-1 on 4 GPUs, 5-3 on 8.")
-@click.option(
-    "--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (.jsonl, .json, .gz, .parquet)."
-)
+@click.option("--data", metavar="FILE", default="data.jsonl", help="Chat file to train on (docs/data.md).")
 @click.option("--name", help="The run's name. Default: from the target.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(
@@ -148,7 +146,8 @@ def init(
     write_run_file(path, text, force)
     click.echo(f"wrote {path}")
     if suggest_mask_token(target) is None:
-        click.echo(f"set drafter.mask_token_id in it, then: paceline up {path}")
+        named = f"`paceline prepare {path}` names tokens that the data never use"
+        click.echo(f"set drafter.mask_token_id in it ({named}), then: paceline up {path}")
     else:
         click.echo(f"next: paceline doctor {path}, which looks whether all is there; then paceline up {path}")
 

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .runfile import RunFile
 
 _PLAIN_SECONDS = 30.0  # between two lines of progress where there is no terminal
+_SPARE_SHOWN = 5  # tokens that may serve as mask token
 _HERE = ("device", "dtype", "batch_size", "trust_remote_code")
 _THERE = ("model", "concurrency", "timeout", "patience", "tries", "api_key_env", "extra_body")
 
@@ -109,9 +111,9 @@ def regenerate(
 ) -> int:
     """Let the target answer the prompts of chat files itself, with the template, thinking and sampling of serving.
 
-    DATA are chat files as for `prepare` (.jsonl, .jsonl.gz, .parquet); rows may also be prompts alone, {"prompt": text}
-    or messages that end with the user's. What is written is for `prepare`. A job that was stopped or killed goes on
-    when the same command is given again. Exit code 1 if rows are left without an answer.
+    DATA are chat files as for `prepare`; rows may also be prompts alone, {"prompt": text} or messages that end with the
+    user's. What is written is for `prepare`. A job that was stopped or killed goes on when the same command is given
+    again. Exit code 1 if rows are left without an answer.
     """
     if (target is None) == (not endpoints):
         raise UsageError("give either --target, to answer here, or --endpoint")
@@ -265,9 +267,9 @@ def _progress_text(progress: "Progress") -> str:
 def prepare(data: tuple[Path, ...], overrides: tuple[str, ...], shown: int, **options: Any) -> None:
     """Turn chat files into token rows with loss masks.
 
-    DATA are chat files (.jsonl, .json, either with .gz, .parquet). Or it is one run file: then its data are prepared as
-    its settings say and its target is fetched or converted, and nothing else; `paceline up` begins with this. What of
-    the data can't be used is left out, with file, line and reason; docs/data.md lists forms and reasons.
+    DATA are chat files (.jsonl, .json, either with .gz or .zst, .parquet). Or it is one run file: then its data are
+    prepared as its settings say and its target is fetched or converted, and nothing else; `paceline up` begins with
+    this. What of the data can't be used is left out, with file, line and reason; docs/data.md lists forms and reasons.
     """
     first = next(iter(data))
     if first.suffix == ".toml":
@@ -297,10 +299,10 @@ def _prepare_files(data: tuple[Path, ...], shown: int, thinking: bool | None, **
 
 def _prepare_run(run: "RunFile", shown: int) -> None:
     """What trainer and workers would each do first, done once: rows, target, and the checks that need no weights."""
-    from ..producer.prepare import prepare_run
+    from ..producer.prepare import prepare_run, spare_tokens
     from .dataset import prepared_rows
     from .plan import plan_from
-    from .target_info import resolve_layer_ids, target_info
+    from .target_info import check_run_mask_token, resolve_layer_ids, target_info
 
     if run.data.files:
         with counter("conversations") as progress:
@@ -316,6 +318,13 @@ def _prepare_run(run: "RunFile", shown: int) -> None:
     )
     if shown:
         _show_rows(rows, shown)
+    if run.drafter.needs_mask_token:
+        spare = [f"{token} {text}" for token, text in islice(spare_tokens(rows, info).items(), _SPARE_SHOWN)]
+        click.echo(
+            f"set drafter.mask_token_id to a token that these data never use: {', '.join(spare) or 'none is special'}"
+        )
+    else:
+        check_run_mask_token(run, info, rows.used_token)
 
 
 def _show_rows(rows: "Rows", count: int) -> None:

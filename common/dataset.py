@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PREPARE_VERSION = 2
+PREPARE_VERSION = 3
 """Part of the cache key: raised when the same input gives other rows."""
 
 _TOKENIZER_FILES = (

@@ -122,7 +122,9 @@ def _data(run: "RunFile") -> Iterator[Check]:
     if run.data.rows is not None:
         yield _readable("data", Path(run.data.rows) / "rows.arrow")
     for file in (Path(file.path) for file in run.data.files):
-        if not file.name.endswith(CHAT_SUFFIXES):
+        if file.is_dir():
+            yield Check("data", "FAIL", f"{file} is a folder", "name each of its files in data.files")
+        elif not file.name.endswith(CHAT_SUFFIXES):
             yield Check("data", "FAIL", f"{file} is no chat file by its name", f"give {', '.join(CHAT_SUFFIXES)}")
         elif file.is_file() and not file.stat().st_size:
             yield Check("data", "FAIL", f"{file} is empty", "put conversations in it")
@@ -142,12 +144,9 @@ def _output(run: "RunFile") -> Iterator[Check]:
 
 
 def _mask_token(run: "RunFile") -> Iterator[Check]:
-    from .runfile import INIT_KINDS
-
-    if run.drafter.mask_token_id is None and run.drafter.init_from in INIT_KINDS:  # else it is that drafter's
-        yield Check(
-            "mask token", "FAIL", "drafter.mask_token_id is not set", "name a token of the target that data never use"
-        )
+    if run.drafter.needs_mask_token:
+        todo = "name a token of the target that data never use: `paceline prepare RUN.toml` lists some"
+        yield Check("mask token", "FAIL", "drafter.mask_token_id is not set", todo)
     rows, mask = config_value(run.target.path, "vocab_size", int), run.drafter.mask_token_id
     if rows and mask is not None and mask >= rows:
         text = f"drafter.mask_token_id = {mask} is outside the target's {rows} embedding rows"

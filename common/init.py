@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import ConfigError, counted
+from .errors import ConfigError, UsageError, counted
 from .runfile import parse, toml_value
 
 # Rows of the target's embedding that released DFlash drafters (Qwen3) or trials (SmolLM2) mask with.
@@ -35,10 +35,10 @@ def choose_split(gpus: int) -> Split:
 
 
 def parse_split(text: str) -> Split:
-    """ "3-1" as a split. Raises ConfigError."""
+    """ "3-1" as a split. Raises UsageError."""
     found = re.fullmatch(r"([1-9]\d{0,3})-([1-9]\d{0,3})", text)
     if not found:
-        raise ConfigError(f"split {text}: give it as WORKERS-RANKS, for example 3-1")
+        raise UsageError(f"--split {text}: give it as WORKERS-RANKS, for example 3-1")
     return Split(int(found[1]), int(found[2]))
 
 
@@ -123,7 +123,7 @@ every_steps = 500  # tau and tau_chain on the held-out rows
 
 _CHOSEN_MASK = "mask_token_id = {}  # a row of the target's embedding that data never uses"
 _NO_MASK = """\
-# A row of the target's embedding that data never uses (never pad or eos), for instance a reserved token:
+# A row of the target's embedding that data never uses (never pad or eos); `paceline prepare {}` names some:
 # mask_token_id = ..."""
 
 
@@ -164,7 +164,7 @@ def run_text(
         layers=5 if gpu else 1,
         block=16 if gpu else 8,
         slots_after=15 if gpu else 7,
-        mask=_NO_MASK if mask is None else _CHOSEN_MASK.format(mask),
+        mask=_NO_MASK.format(file) if mask is None else _CHOSEN_MASK.format(mask),
         lr="6e-4" if gpu else "2e-3",
     )
 

@@ -25,11 +25,16 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PathName = Annotated[str, Field(pattern=r"\S")]  # an empty one would be the current folder
 
-DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+_DEVICE, _NAME = r"^(cpu|cuda(:[0-9]+)?)$", r"^[a-z0-9][a-z0-9_-]{0,47}$"
+_PATTERNS = {  # in words
+    _DEVICE: '"cpu", "cuda" or "cuda:N"',
+    _NAME: "lower-case letters, digits, - and _, a letter or digit first, at most 48 in all",
+}
+DeviceName = Annotated[str, Field(pattern=_DEVICE)]
 
 INIT_KINDS = ("random", "target")  # of drafter.init_from; any other is the drafter to start from
 COPYABLE = ("llama", "mistral", "qwen3")  # types of target whose layers init_from = "target" can take over
-CHAT_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+CHAT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
 
 NONE = "none"  # how a run file says that a setting with a default is off; TOML has no null
 
@@ -264,6 +269,11 @@ class DrafterSettings(Section):
         return self
 
     @property
+    def needs_mask_token(self) -> bool:
+        """Whether mask_token_id is missing; a drafter to start from brings its own."""
+        return self.mask_token_id is None and self.init_from in INIT_KINDS
+
+    @property
     def slides(self) -> tuple[bool, ...]:
         """Whether each draft layer slides."""
         if self.sliding_window is None:
@@ -366,7 +376,7 @@ class LoggingSettings(Section):
 class RunFile(Section):
     """One training job."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")] = Field(
+    name: Annotated[str, Field(pattern=_NAME)] = Field(
         description="The run's name, in paths and units: lower-case letters, digits, - and _"
     )
     output: PathName = Field(description="Folder of checkpoints, metrics and logs")
@@ -484,7 +494,7 @@ class _Override(typing.NamedTuple):
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file (`paceline init` writes one)") from None
     except OSError as error:
@@ -564,7 +574,7 @@ def _key_lines(text: str) -> dict[str, int]:
     """The line of each dotted key and table header: for messages only, so line by line is enough."""
     lines: dict[str, int] = {}
     table = ""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if header := re.match(r"\s*\[{1,2}\s*([\w.\s-]+?)\s*\]", line):
             table = re.sub(r"\s", "", header[1])
             lines.setdefault(table, number)
@@ -586,7 +596,7 @@ def _where(key: str, path: Path, lines: dict[str, int], given: Mapping[str, _Ove
 
 def suggest(key: str) -> str:
     """The known key most like `key`, as a phrase to append to a message; empty if none is near."""
-    known = keys()
+    known = [*keys(), *_sections()]
     tail = key.rpartition(".")[2]
     same = [name for name in known if name.rpartition(".")[2] == tail]  # the right key in the wrong table
     near = difflib.get_close_matches(key, same, 1, 0.0) or difflib.get_close_matches(key, known, 1, 0.75)
@@ -613,7 +623,10 @@ def _explain(error: ValidationError, path: Path, lines: dict[str, int], given: M
         case "string_pattern_mismatch" if not fault["input"].strip():
             text = f"{key} = {json.dumps(fault['input'])}: must not be empty"
         case "string_pattern_mismatch":
-            text = f"{key} = {json.dumps(fault['input'])}: must match {fault.get('ctx', {}).get('pattern')}"
+            text = f"{key} = {json.dumps(fault['input'])}: must be {_PATTERNS[fault.get('ctx', {})['pattern']]}"
+        case "list_type":
+            value = json.dumps(fault["input"], default=str)
+            text = f"{key} = {value}: must be a list, such as [{value}]"
         case "model_type" | "model_attributes_type" if isinstance(fault["loc"][-1], int):
             text = f"{key} has {json.dumps(fault['input'], default=str)}: must be a text or a table"
         case "model_type" | "model_attributes_type":

@@ -6,7 +6,7 @@ own config counts: for a wrapped (multimodal) model that is its text config. Loa
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from .runfile import RunFile
 EDGE = 1 << 20  # bytes hashed at either end of a weight file
 CONVERTED = "paceline.json"  # what a folder that paceline made says of itself: identity, "weights": "random"
 WEIGHTS = ("*.safetensors", "*.bin")
+NO_MASK_TOKEN = "drafter.mask_token_id is not set: `paceline prepare RUN.toml` names tokens that the data never use"
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -274,3 +275,67 @@ def resolve_layer_ids(run: RunFile, info: TargetInfo) -> list[int]:
     if sorted(ids) != ids:
         raise ConfigError(f"target.layer_ids: {ids} must ascend, as engines that serve the drafter capture in order")
     return list(ids)
+
+
+# The mask token
+
+
+def check_mask_token(
+    mask_token_id: int | None,
+    info: TargetInfo,
+    *,
+    pad_token_id: int | None = None,
+    end_token_ids: Collection[int] = (),
+    used_token: Callable[[int], bool] | None = None,
+) -> int:
+    """The mask token's id, once it is one that can serve; ConfigError says what is wrong and how to choose.
+
+    It must be a row of the target's embedding that data never uses, and never a pad, bos or eos token: the
+    drafter learns "fill in this slot" from it, and those carry a meaning of their own.
+    end_token_ids: the target's, beside the one that `info` names.
+    used_token(id): whether the prepared rows contain the token (`common.rows.Rows.used_token`).
+    """
+    advice = "choose a reserved or unused token of the tokenizer, one that the chat template never writes"
+    if mask_token_id is None:
+        raise ConfigError(NO_MASK_TOKEN)
+    what = f"drafter.mask_token_id = {mask_token_id}"
+    if not 0 <= mask_token_id < info.vocab_size:
+        raise ConfigError(f"{what} is outside the target's {info.vocab_size} embedding rows: {advice}")
+    taken = {"bos": {info.bos_token_id}, "eos": {info.eos_token_id, *end_token_ids}, "pad": {pad_token_id}}
+    for name, special in taken.items():
+        if mask_token_id in special:
+            raise ConfigError(f"{what} is the target's {name} token: {advice}")
+    if used_token is not None and used_token(mask_token_id):
+        raise ConfigError(f"{what} occurs in the data: {advice}")
+    return mask_token_id
+
+
+def check_run_mask_token(run: RunFile, info: TargetInfo, used_token: Callable[[int], bool]) -> None:
+    """`check_mask_token` of a run's setting, which may be left out where a drafter to start from has its own."""
+    if run.drafter.mask_token_id is not None or run.drafter.needs_mask_token:
+        pad, end = pad_token_id(Path(info.path)), end_token_ids(Path(info.path))
+        check_mask_token(run.drafter.mask_token_id, info, pad_token_id=pad, end_token_ids=end, used_token=used_token)
+
+
+def pad_token_id(folder: Path) -> int | None:
+    """The pad token of a target's folder: its config's, else its tokenizer's; None when neither names one."""
+    config = _json(folder / "config.json")
+    found = config.get("pad_token_id", (config.get("text_config") or {}).get("pad_token_id"))
+    token = _json(folder / "tokenizer_config.json").get("pad_token")
+    if found is None and token is not None:
+        text = token.get("content") if isinstance(token, dict) else token
+        added = _json(folder / "tokenizer.json").get("added_tokens", [])
+        found = next((entry["id"] for entry in added if entry["content"] == text), None)
+    return found
+
+
+def end_token_ids(folder: Path) -> set[int]:
+    """All end tokens of a target's folder: those of its config and of its generation config, which may name several."""
+    config = _json(folder / "config.json")
+    named = (config, config.get("text_config") or {}, _json(folder / "generation_config.json"))
+    found = [values.get("eos_token_id") for values in named]
+    return {token for one in found for token in (one if isinstance(one, list) else [one]) if token is not None}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

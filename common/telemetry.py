@@ -173,7 +173,7 @@ def bottleneck(status: Mapping[str, Any]) -> str:
 
 
 def _move(status: Mapping[str, Any]) -> str:
-    rates = live_rates(status)
+    rates = live_rates(status) if status.get("gpus", True) else None  # there is none to move
     return "" if rates is None else advice(rates, status["workers"], status["ranks"])
 
 

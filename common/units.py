@@ -324,7 +324,7 @@ def ring_dir(run: str) -> Path:
     from .paths import DEFAULT_RING_DIR
 
     try:
-        values = tomllib.loads((CONFIG_DIR / f"{run}.toml").read_text(encoding="utf-8"))
+        values = tomllib.loads((CONFIG_DIR / f"{run}.toml").read_text(encoding="utf-8-sig"))
         return Path(values.get("stream", {}).get("ring_dir", DEFAULT_RING_DIR)) / run
     except (OSError, ValueError, AttributeError):
         return DEFAULT_RING_DIR / run

@@ -42,6 +42,7 @@ from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
 from .scale import Wanted, gpu_devices, place, retire, retire_dead, shared, worker_index
+from .target_info import NO_MASK_TOKEN
 from .telemetry import STALE_SECONDS, Status, read_status
 
 TRAINER = "trainer"
@@ -638,6 +639,8 @@ def up(
     from .progress import make_view
 
     run = load(run_path, overrides)
+    if run.drafter.needs_mask_token:
+        raise ConfigError(NO_MASK_TOKEN.replace("RUN.toml", str(run_path)))
     arguments = [str(run_path), *(part for text in overrides for part in ("--set", text))]
     logs = _log_folder(run)
     with contextlib.ExitStack() as held:

@@ -35,11 +35,14 @@ def describe(run: RunFile) -> RunFacts:
     """
     from ..common.dataset import prepared_rows
     from ..common.fingerprint import run_fingerprint
-    from ..common.target_info import resolve_layer_ids, target_info
+    from ..common.target_info import NO_MASK_TOKEN, check_run_mask_token, resolve_layer_ids, target_info
 
+    if run.drafter.needs_mask_token:  # before all that takes time
+        raise ConfigError(NO_MASK_TOKEN)
     rows = prepared_rows(run)
     info = target_info(run.target.path, run.target.trust_remote_code)
     layer_ids = list(resolve_layer_ids(run, info))
+    check_run_mask_token(run, info, rows.used_token)
     fingerprint = run_fingerprint(run, rows, info, layer_ids)
     return RunFacts(str(rows.folder), dict(fingerprint.fields), layer_ids, info.hidden_size)
 

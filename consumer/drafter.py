@@ -18,10 +18,8 @@ Shapes: T context positions, S block slots, K recorded target layers, H hidden s
 """
 
 import dataclasses
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from ..common.errors import ConfigError
 from ..common.runfile import RunFile
-from ..common.target_info import TargetInfo
+from ..common.target_info import TargetInfo, check_mask_token
 from .linears import DraftLinear, DraftMLP
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -213,60 +211,6 @@ def _check_config(config: DrafterConfig) -> None:
         raise ConfigError(
             f"drafter config: mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
         )
-
-
-def check_mask_token(
-    mask_token_id: int | None,
-    info: TargetInfo,
-    *,
-    pad_token_id: int | None = None,
-    end_token_ids: Collection[int] = (),
-    used_token: Callable[[int], bool] | None = None,
-) -> int:
-    """The mask token's id, once it is one that can serve; ConfigError says what is wrong and how to choose.
-
-    It must be a row of the target's embedding that data never uses, and never a pad, bos or eos token: the
-    drafter learns "fill in this slot" from it, and those carry a meaning of their own.
-    end_token_ids: the target's, beside the one that `info` names.
-    used_token(id): whether the prepared rows contain the token (`common.rows.Rows.used_token`).
-    """
-    advice = "choose a reserved or unused token of the tokenizer, one that the chat template never writes"
-    if mask_token_id is None:
-        raise ConfigError(f"drafter.mask_token_id is not set: {advice}")
-    what = f"drafter.mask_token_id = {mask_token_id}"
-    if not 0 <= mask_token_id < info.vocab_size:
-        raise ConfigError(f"{what} is outside the target's {info.vocab_size} embedding rows: {advice}")
-    taken = {"bos": {info.bos_token_id}, "eos": {info.eos_token_id, *end_token_ids}, "pad": {pad_token_id}}
-    for name, special in taken.items():
-        if mask_token_id in special:
-            raise ConfigError(f"{what} is the target's {name} token: {advice}")
-    if used_token is not None and used_token(mask_token_id):
-        raise ConfigError(f"{what} occurs in the data: {advice}")
-    return mask_token_id
-
-
-def pad_token_id(folder: Path) -> int | None:
-    """The pad token of a target's folder: its config's, else its tokenizer's; None when neither names one."""
-    config = _json(folder / "config.json")
-    found = config.get("pad_token_id", (config.get("text_config") or {}).get("pad_token_id"))
-    token = _json(folder / "tokenizer_config.json").get("pad_token")
-    if found is None and token is not None:
-        text = token.get("content") if isinstance(token, dict) else token
-        added = _json(folder / "tokenizer.json").get("added_tokens", [])
-        found = next((entry["id"] for entry in added if entry["content"] == text), None)
-    return found
-
-
-def end_token_ids(folder: Path) -> set[int]:
-    """All end tokens of a target's folder: those of its config and of its generation config, which may name several."""
-    config = _json(folder / "config.json")
-    named = (config, config.get("text_config") or {}, _json(folder / "generation_config.json"))
-    found = [values.get("eos_token_id") for values in named]
-    return {token for one in found for token in (one if isinstance(one, list) else [one]) if token is not None}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _one_or_many(ids: "int | Sequence[int] | None") -> "int | tuple[int, ...] | None":

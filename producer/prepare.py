@@ -30,13 +30,15 @@ from ..common.gguf import converted
 from ..common.locks import FileLock
 from ..common.paths import cache_dir, make_folder
 from ..common.record import MIN_ROW_TOKENS
-from ..common.rows import RowsWriter, check_no_others, has_scratch, read_meta, remove_scratch
+from ..common.rows import Rows, RowsWriter, check_no_others, has_scratch, read_meta, remove_scratch
+from ..common.target_info import pad_token_id
 from .chat import ChatEncoder, ChatFormat, Outline, cut_after_supervised, thinking_variables
 from .chatfiles import Chunk, check_names, read_chunks
 from .forms import Encoded, Refused
 
 if TYPE_CHECKING:
     from ..common.runfile import RunFile
+    from ..common.target_info import TargetInfo
 
 FORMAT_FILE = "format.json"
 _SERIAL_CHUNKS = 12  # up to so many chunks, starting processes costs more than it saves
@@ -254,8 +256,8 @@ def _write(
         if progress:
             progress(conversations)
     if not writer.added:
-        first = f"; the first: {examples[0]}" if examples else ""
-        raise PacelineError(f"no usable row among {counted(conversations, 'conversation')}{first}")
+        first = f"the first: {examples[0]}" if examples else f"nothing in {', '.join(file.name for file in files)}"
+        raise PacelineError(f"no usable row among {counted(conversations, 'conversation')}; {first}")
     return {
         "files": [asdict(file) for file in files],
         "conversations": conversations,
@@ -326,6 +328,26 @@ def saved_format(folder: Path) -> ChatFormat:
         return ChatFormat(**json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{folder}: {FORMAT_FILE} cannot be read ({error}): prepare the rows again") from error
+
+
+def spare_tokens(rows: Rows, info: "TargetInfo") -> dict[int, str]:
+    """Tokens that may serve as drafter.mask_token_id, with their texts: the first row of the embedding past the
+    tokenizer, then special tokens that neither the rows nor the chat templates use."""
+    from tokenizers import Tokenizer
+
+    chat = saved_format(rows.folder)
+    tokenizer = Tokenizer.from_str(chat.tokenizer)
+    past = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    taken = {info.bos_token_id, info.eos_token_id, pad_token_id(Path(info.path))}
+    named = [text for name, text in chat.special_tokens.items() if name != "mask_token"]  # unk_token and the like
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    special = [(at, token.content) for at, token in added if token.special and token.content not in named]
+    found = {past: "past the tokenizer"} if past < info.vocab_size else {}
+    return found | {
+        at: text
+        for at, text in special
+        if at not in taken and not rows.used_token(at) and not any(text in one for one in chat.templates.values())
+    }
 
 
 def _plain(value: Any) -> Any:

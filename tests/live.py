@@ -219,6 +219,7 @@ def live_settings(folder: Path, rows: int = 200) -> dict[str, Any]:
         "stream": {"token_budget": 64, "slots": 3, "prefetch": 2, "ring_dir": str(folder / "shm")},
         "workers": {"count": 1, "devices": ["cpu"]},
         "trainer": {"batches_per_step": 2, "epochs": 1, "dtype": "float32", "devices": ["cpu"]},
+        "drafter": {"mask_token_id": 3},
         "checkpoint": {"every_steps": 5, "every_minutes": None},
         "evaluation": {"every_steps": 10},
         "logging": {"log_every": 5},

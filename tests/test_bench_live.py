@@ -114,7 +114,10 @@ def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path, capsys, m
 def test_a_run_that_ends_is_said_with_its_last_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
     path = tmp_path / "run.toml"
-    path.write_text('name = "t"\noutput = "out"\n[target]\npath = "/nowhere"\n[data]\nrows = "/nowhere/rows"\n')
+    path.write_text(
+        'name = "t"\noutput = "out"\n[target]\npath = "/nowhere"\n[data]\nrows = "/nowhere/rows"\n'
+        "[drafter]\nmask_token_id = 3\n"
+    )
     with pytest.raises(PacelineError, match=r"ended with exit code 78: .*nowhere"), LiveRun(path) as run:
         run.wait_for(lambda: False, "what never comes")
 

@@ -88,6 +88,14 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "..." not in shown.partition("Commands:")[2], "every command's help fits its line"
 
 
+def test_a_shell_can_complete(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_PACELINE_COMPLETE", "bash_complete"), ("COMP_WORDS", "paceline inst"), ("COMP_CWORD", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out == "plain,install-units\n"
+
+
 def test_usage_errors(capsys: pytest.CaptureFixture[str], run_path: Path) -> None:
     assert fail(capsys, "nope") == (2, "paceline: No such command 'nope'. (see paceline --help)\n")
     assert fail(capsys, "up")[0] == 2

@@ -79,6 +79,16 @@ def test_commands_were_found():
     assert {"up", "prepare", "regenerate", "eval", "export", "plan", "scale", "bench"} <= names and len(COMMANDS) > 50
 
 
+def test_every_reason_for_a_refusal_is_in_the_table():
+    code = "".join(
+        (ROOT / "producer" / name).read_text() for name in ("chat.py", "chatfiles.py", "forms.py", "prepare.py")
+    )
+    reasons = {reason.partition("{")[0] for reason in re.findall(r'Refused\(\s*f?"([^"]+)', code)}
+    table = (ROOT / "docs/data.md").read_text().partition("## What is refused")[2]
+    said = table.replace("tool_calls or tools is not", "tool_calls is not a list of objects, tools is not")
+    assert len(reasons) > 30 and sorted(reason for reason in reasons if reason not in said) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_points_to_is_there(page):
     for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from drafting import CONFIG, HIDDEN, INFO, SLIDING, VOCAB, make_drafter, make_head, make_rows, make_run, plain_block
 from paceline.common.errors import ConfigError
+from paceline.common.target_info import check_mask_token, pad_token_id
 from paceline.consumer import first_weights
 from paceline.consumer.blocks import DenseAttention, pack_blocks
-from paceline.consumer.drafter import ContextCache, DrafterConfig, check_mask_token, pad_token_id
+from paceline.consumer.drafter import ContextCache, DrafterConfig
 from paceline.consumer.first_weights import copy_from_target, init_drafter, read_target_tensors, target_tensor_names
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -201,7 +202,14 @@ def test_missing_config_keys_are_named(key):
 
 @pytest.mark.parametrize(
     ("token", "words"),
-    [(None, "not set: choose"), (VOCAB, "outside"), (1, "bos"), (2, "eos"), (7, "pad"), (8, "occurs in the data")],
+    [
+        (None, "not set: `paceline prepare"),
+        (VOCAB, "outside"),
+        (1, "bos"),
+        (2, "eos"),
+        (7, "pad"),
+        (8, "occurs in the data"),
+    ],
 )
 def test_mask_tokens_that_cannot_serve(token, words):
     with pytest.raises(ConfigError, match=words):

@@ -169,6 +169,19 @@ def test_computes_in_what_the_machine_is_fast_at(drafter_dir: Path, prompts_file
     assert report.dtype == str(compute_dtype("bfloat16", "cpu")).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_drafter_that_is_not_there_is_said_before_its_target_loads(
+    named: bool, tiny_target_dir: Path, prompts_file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(module, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    target = str(tiny_target_dir) if named else None
+    with pytest.raises(ConfigError, match=r"there is no folder .*/absent$"):
+        evaluate(tmp_path / "absent", prompts_file, target=target)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError):
+        evaluate(tmp_path, prompts_file, target=str(tiny_target_dir))
+
+
 def test_prompts(prompts_file: Path, tiny_tokenizer_dir: Path) -> None:
     prompts = read_prompts(prompts_file)
     assert prompts[0] == Prompt([{"role": "user", "content": "The river carries the letter."}])
@@ -189,13 +202,19 @@ def test_bad_prompts_name_the_line(line: str, tmp_path: Path) -> None:
         read_prompts(path)
 
 
-def test_a_line_ends_at_its_line_feed_alone(tmp_path: Path) -> None:
-    """JSON may hold Unicode's other line separators as they are, and a file may begin with a byte order mark."""
-    path = tmp_path / "prompts.jsonl"
-    texts = ["one\u2028line", "\u0085 and \u2029", "last"]
-    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
-    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    assert [prompt.messages[0]["content"] for prompt in read_prompts(path)] == texts
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
+def test_prompts_as_other_programs_write_them(name: str, tmp_path: Path) -> None:
+    said = ["a\u2028b", "c\x85d"]  # line ends to Python's splitlines, not to JSON
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in said]
+    data = "\ufeff" + "\r\n".join(lines)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
+    assert [prompt.messages[0]["content"] for prompt in read_prompts(path)] == said
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(
+        ConfigError, match="cannot read prompts" if path.suffix == ".gz" else r"prompts\.jsonl:2: not JSON"
+    ):
+        read_prompts(path)
 
 
 def test_an_answer_is_not_part_of_the_prompt(tmp_path: Path) -> None:

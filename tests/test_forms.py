@@ -118,7 +118,16 @@ def test_forms_give_the_same_tokens(encoder, row):
             "content that is not text: messages[1]: int",
         ),
         ({"conversations": [{"value": "x"}]}, "a message without role: messages[0]"),
-        ({"prompt": "x", "completion": "y"}, "no messages"),
+        ({"prompt": "x", "completion": "y"}, "no messages: found prompt, completion"),
+        ({str(at): at for at in range(20)}, "no messages: found 0, 1, 2, 3, 4, 5, 6, 7, …"),
+        ({}, "no messages: nothing in it"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "Assistant", "content": "y"}]},
+            "no assistant message: roles: user, Assistant",
+        ),
+        ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, "a weight other than 0 and 1: messages[1]"),
+        ({"messages": [TURNS[0], TURNS[1] | {"weight": 0}]}, "answers of weight 0 alone"),
+        ({"messages": [TURNS[0], TURNS[1] | {"function_call": "{"}]}, "a field that should hold JSON does not"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, TURNS[1]]},
             "content that is not text: messages[0]: a part of type image_url",
@@ -172,10 +181,36 @@ def test_tool_calls_in_both_dialects(encoder):
         {"from": "observation", "value": "It opens."},
         {"from": "gpt", "value": ANSWER},
     ]
+    former = [
+        TURNS[0],
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "opens", "content": "It opens."},
+        TURNS[1] | {"function_call": None},
+    ]
     made = encode(chat, {"messages": ours, "tools": [TOOL]})
     assert spoken(chat, made[0]) == ['<call>opens {"noun": "river"}</call><|im_end|>', ANSWER + "<|im_end|>"]
     assert "None" not in text(chat, made[0])
     assert same(made, encode(chat, {"conversations": theirs, "tools": json.dumps([TOOL])}))
+    assert same(made, encode(chat, {"messages": former, "tools": [TOOL]}))
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(encoder):
+    call = {"function": {"name": "opens", "arguments": {}}}
+    row = {"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}, *TURNS[2:]]}
+    for chat in (encoder(PLAIN), encoder(MARKED)):
+        assert reason(chat, row) == "the template leaves out the answer's tool calls: messages[1]: opens"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, REASONS])
+def test_answers_of_weight_0_are_context(encoder, template):
+    chat = encoder(template)
+    unlearned = [TURNS[0], TURNS[1] | {"weight": 0}, TURNS[2], TURNS[3] | {"weight": 1}]
+    [row] = encode(chat, {"messages": unlearned})
+    [said] = spoken(chat, row)
+    assert said.endswith(SECOND + "<|im_end|>") and ANSWER not in said and ANSWER in text(chat, row)
+    [row] = encode(chat, {"messages": [*TURNS[:3], TURNS[3] | {"weight": 0}], "finished": False})
+    [said] = spoken(chat, row)
+    assert said.endswith(ANSWER + "<|im_end|>") and text(chat, row).endswith(said)
 
 
 def test_only_the_last_answer(encoder):

@@ -316,6 +316,10 @@ def test_no_usable_row(tmp_path, tiny_tokenizer_dir):
         prepare([path], target=str(tiny_tokenizer_dir), out=tmp_path / "rows", cache=tmp_path / "cache")
     assert e.value.exit_code == 1
     assert not (tmp_path / "rows").exists()
+    for text, said in (("", f"0 conversations; nothing in {path}"), (json.dumps(one(), indent=1), "several lines")):
+        path.write_text(text)
+        with pytest.raises(PacelineError, match=said):
+            prepare([path], target=str(tiny_tokenizer_dir), cache=tmp_path / "cache")
 
 
 def test_a_long_word(encoder):
@@ -414,24 +418,35 @@ def test_content_in_parts_is_joined(encoder):
 # Files, cache and determinism
 
 
-def test_plain_gzipped_and_parquet_files_give_the_same_rows(tmp_path, chat_file, tiny_tokenizer_dir):
+def test_plain_packed_and_parquet_files_give_the_same_rows(tmp_path, chat_file, tiny_tokenizer_dir):
     rows = [json.loads(line) for line in chat_file.read_text().splitlines()]
     with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
         file.write(chat_file.read_text())
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet", row_group_size=64)
-    files = [chat_file, tmp_path / "chats.jsonl.gz", tmp_path / "chats.parquet"]
+    with pa.CompressedOutputStream(str(tmp_path / "chats.jsonl.zst"), "zstd") as file:
+        file.write(chat_file.read_bytes())
+    with pa.CompressedOutputStream(str(tmp_path / "chats.json.zst"), "zstd") as file:
+        file.write(json.dumps(rows).encode())
+    files = [chat_file, *(tmp_path / f"chats.{name}" for name in ("jsonl.gz", "jsonl.zst", "json.zst", "parquet"))]
     reports = [prepare([file], target=str(tiny_tokenizer_dir), cache=tmp_path) for file in files]
     assert len({Rows.open(report.folder).digest for report in reports}) == 1
-    assert [report.kept for report in reports] == [200] * 3
+    assert [report.kept for report in reports] == [200] * 5
     assert reports[0].dropped == {}
 
 
-def test_a_damaged_gzip_file_gives_what_can_be_read(tmp_path, chat_file, tiny_tokenizer_dir):
-    path = tmp_path / "chats.jsonl.gz"
-    data = gzip.compress(chat_file.read_bytes())
-    path.write_bytes(data[: len(data) // 2])
+@pytest.mark.parametrize("name", ["chats.jsonl.gz", "chats.jsonl.zst"])
+def test_a_damaged_packed_file_gives_what_can_be_read(tmp_path, chat_file, tiny_tokenizer_dir, name):
+    path = tmp_path / name
+    if path.suffix == ".gz":
+        data = gzip.compress(chat_file.read_bytes())
+    else:
+        lines = (
+            chat_file.read_bytes().splitlines(keepends=True) * 10
+        )  # many blocks, as whole ones alone can be unpacked
+        data = b"".join(pa.compress(line, "zstd", asbytes=True) for line in lines)
+    path.write_bytes(data[: len(data) // 2 - 3])
     report = prepare([path], target=str(tiny_tokenizer_dir), cache=tmp_path)
-    assert 0 < report.kept < 200
+    assert 0 < report.kept < 200 if path.suffix == ".gz" else 0 < report.kept < 2000
     assert "the file cannot be read further" in report.dropped
 
 
@@ -499,8 +514,12 @@ def test_files_and_folders_that_do_not_fit(tmp_path, chat_file, tiny_tokenizer_d
     target = str(tiny_tokenizer_dir)
     with pytest.raises(ConfigError, match=r"absent.jsonl: no such file"):
         prepare([tmp_path / "absent.jsonl"], target=target, cache=tmp_path)
-    with pytest.raises(ConfigError, match=r"chats.csv: chat files end in .jsonl, .jsonl.gz, .json, "):
+    with pytest.raises(ConfigError, match=r"chats.csv: chat files end in .jsonl, .jsonl.gz, .jsonl.zst, "):
         prepare([tmp_path / "chats.csv"], target=target, cache=tmp_path)
+    with pytest.raises(ConfigError, match=r"is a folder: name each of its files"):
+        prepare([tmp_path], target=target, cache=tmp_path)
+    with pytest.raises(ConfigError, match=r"no such file; patterns are not looked up"):
+        prepare([tmp_path / "*.jsonl"], target=target, cache=tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(ConfigError, match="is not empty and holds no prepared rows"):

@@ -71,7 +71,7 @@ def test_files_with_weights(run_path: Path, tmp_path: Path) -> None:
         ('[[data.files]]\npath = "a"\nwieght = 2', r"run\.toml:10: .*wieght; did you mean data\.files\.weight\?$"),
         ("[[data.files]]\nweight = 2", r"run\.toml:8: data\.files\.path is missing$"),
         ("files = [3]", r"run\.toml:8: data\.files has 3: must be a text or a table$"),
-        ('files = "a.jsonl"', r"run\.toml:8: data\.files = \"a\.jsonl\": must be a valid list$"),
+        ('files = "a.jsonl"', r"run\.toml:8: data\.files = \"a\.jsonl\": must be a list, such as \[\"a\.jsonl\"\]$"),
     ],
 )
 def test_bad_files_of_a_mix(run_path: Path, files: str, message: str) -> None:
@@ -129,7 +129,7 @@ def test_malformed_override(run_path: Path, text: str) -> None:
         ('ranks = "2"', r'run\.toml:12: trainer\.ranks = "2": must be a valid integer$'),
         ("max_hours = inf", r"run\.toml:12: trainer\.max_hours = Infinity: must be a finite number$"),
         ('dtype = "int8"', r"run\.toml:12: trainer\.dtype = \"int8\": must be 'float32', 'bfloat16' or 'float16'$"),
-        ('devices = ["gpu"]', r'run\.toml:12: trainer\.devices = "gpu": must match'),
+        ('devices = ["gpu"]', r'run\.toml:12: trainer\.devices = "gpu": must be "cpu", "cuda" or "cuda:N"'),
         ("[drafter]\nblock_size = 1\nlayers = 0", r"run\.toml:14: drafter\.layers = 0: .* \(and 1 more\)$"),
         ("ranks 3", r"run\.toml:12: not TOML: "),
         (
@@ -196,8 +196,35 @@ def test_missing_keys_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"give exactly one of data\.files and data\.rows"):
         load(path)
     path.write_text('name = "../x"\noutput = "o"\n[target]\npath = "t"\n[data]\nrows = "r"\n')
-    with pytest.raises(ConfigError, match=r'run\.toml:1: name = "\.\./x": must match'):
+    with pytest.raises(ConfigError, match=r'run\.toml:1: name = "\.\./x": must be lower-case letters, digits, - and _'):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("workers.devices=cpu", 'workers.devices = "cpu": must be a list, such as ["cpu"]'),
+        ("target.layer_ids=1", "target.layer_ids = 1: must be a list, such as [1]"),
+        ('workers.devices=["gpu0"]', 'workers.devices = "gpu0": must be "cpu", "cuda" or "cuda:N"'),
+        ("worker.count=2", "unknown key worker; did you mean workers?"),
+        ("Trainer.epochs=2", "unknown key Trainer; did you mean trainer?"),
+    ],
+)
+def test_what_would_be_right_is_said(run_path: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(run_path, [override])
+    assert str(caught.value) == f"--set: {said}"
+
+
+def test_a_file_of_another_editor(run_path: Path) -> None:
+    run = load(run_path)
+    text = run_path.read_text()
+    run_path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert load(run_path) == run
+    run_path.write_text("# a\u2028b\n" + text)
+    with pytest.raises(ConfigError, match=r"run\.toml:6: unknown key target\.pth"):
+        run_path.write_text(run_path.read_text().replace("[target]\npath", "[target]\npth = 1\npath"))
+        load(run_path)
 
 
 def test_a_resolved_run_loads_as_itself(run_path: Path, tmp_path: Path) -> None:
@@ -255,7 +282,7 @@ def test_init_with_a_chosen_split(tmp_path: Path) -> None:
     run = load(path)
     assert (run.workers.count, run.trainer.ranks, run.name) == (6, 2, "mine")
     assert run.drafter.mask_token_id is None and "# mask_token_id" in text
-    with pytest.raises(ConfigError, match="WORKERS-RANKS"):
+    with pytest.raises(UsageError, match=r"^--split 6:2: give it as WORKERS-RANKS"):
         run_text("t", 8, split="6:2")
 
 

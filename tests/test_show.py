@@ -4,7 +4,10 @@ import json
 
 import pytest
 from paceline.common.cli import main
+from paceline.common.errors import ConfigError
 from paceline.common.rows import Rows
+from paceline.common.runfile import load
+from paceline.consumer.describe import describe
 from paceline.producer.prepare import prepare
 from paceline.producer.show import show
 
@@ -61,7 +64,7 @@ def test_what_was_made_is_told(files, target, capsys, monkeypatch):
     assert out[2].startswith(f"    {files[0]}: 2 rows, ") and out[2].endswith(" tokens, 1 dropped")
     assert out[4:] == [
         "1 dropped: not JSON",
-        f"    {files[0]}:2: not JSON (Expecting property name enclosed in double quotes, column 2)",
+        f"    {files[0]}:2: not JSON (an object over several lines: each row is one line, or an element of an array)",
     ]
     assert main(command) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("(prepared before)")
@@ -75,5 +78,22 @@ def test_a_run_of_weighted_files(files, target, tiny_target_dir, tmp_path, capsy
     )
     assert main(["prepare", str(path), "--show", "1"]) == 0
     out = capsys.readouterr().out
+    spare = "set drafter.mask_token_id to a token that these data never use: 396 past the tokenizer, 3 <|mask|>"
+    assert out.splitlines()[-1] == spare
     assert f"    {files[1]}: 1 row, " in out and "weight 3: about 3 uses in an epoch\n" in out
     assert out.count("\nrow ") == 1
+
+
+@pytest.mark.parametrize(
+    ("token", "said"), [(9999, "outside the target's"), (2, "is the target's eos token"), (1, "occurs in the data")]
+)
+def test_a_mask_token_that_cannot_serve_is_said_before_a_run(files, tiny_target_dir, tmp_path, capsys, token, said):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'name = "t"\noutput = "out"\n[target]\npath = "{tiny_target_dir}"\n[data]\nheld_out = 0\n'
+        f'files = ["one.jsonl"]\n[drafter]\nlayers = 1\nmask_token_id = {token}\n'
+    )
+    assert main(["prepare", str(path)]) == 78
+    assert said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=said):
+        describe(load(path))

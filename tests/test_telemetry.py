@@ -51,6 +51,13 @@ def test_duration(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 
 
+def test_without_gpus_none_is_to_be_moved() -> None:
+    status = {"target_bps": 1.0, "drafter_bps": 0.5, "worker_wait": 0.5, "wait_data": 0.0, "workers": 2, "ranks": 1}
+    assert "(move one GPU from targets to drafters: +" in bottleneck(status)
+    assert "move one GPU from targets to drafters: +" in bottleneck({**status, "gpus": True})
+    assert bottleneck({**status, "gpus": False}).endswith("of their time (add ranks)")
+
+
 def test_bottleneck_names_the_slower_side() -> None:
     assert bottleneck({}) == ""
     assert "targets are the bottleneck" in bottleneck({"wait_data": 0.4, "worker_wait": 0.0})

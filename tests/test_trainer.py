@@ -196,6 +196,7 @@ def test_run_from_start_to_end(job: Job, undisturbed: dict[str, float]):
     assert sum(line["records"] for line in lines if line["kind"] == "train") == report.planned
     status = read_status(paths.status_path(job.run))
     assert status is not None
+    assert status.get("gpus") is False
     assert (status.get("state"), status.get("step"), status.get("ranks")) == ("finished", steps, 1)
     state = ck.load_state(job.newest())
     assert state.phase is None

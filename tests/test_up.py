@@ -33,6 +33,7 @@ def run_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(
         'name = "t"\noutput = "out"\n[target]\npath = "org/m"\n[data]\nfiles = ["d.jsonl"]\n[workers]\ncount = 2\n'
+        "[drafter]\nmask_token_id = 3\n"
     )
     return path
 
@@ -60,6 +61,14 @@ def finished(run_path: Path) -> Path:
 def wait_for(text: str, file: Path) -> str:
     """Shell that waits until `file` holds `text`."""
     return f"until grep -q '{text}' {file} 2>/dev/null; do sleep 0.02; done"
+
+
+def test_a_mask_token_left_out_is_said_before_anything_starts(run_path: Path) -> None:
+    run_path.write_text(run_path.read_text().partition("[drafter]")[0])
+    scripts = Scripts()
+    with pytest.raises(ConfigError, match=rf"mask_token_id is not set: `paceline prepare {run_path}` names tokens"):
+        up(run_path, command=scripts)
+    assert scripts.asked == []
 
 
 def test_a_run_to_its_end(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
