@@ -1,7 +1,8 @@
 """The command line. Commands import what they need when they run: `--help` and `rings` load neither torch nor pydantic.
 
-Errors of the classes in `errors` end a command with one line on stderr and their exit code; anything else is a fault
-of paceline and shows its traceback. PACELINE_DEBUG=1 shows every traceback.
+Errors of the classes in `errors` end a command with one line on stderr and their exit code, and so do the system's own
+(a full disk, a folder that cannot be written); anything else is a fault of paceline and shows its traceback.
+PACELINE_DEBUG=1 shows every traceback.
 """
 
 import json
@@ -93,14 +94,24 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
 
     from .paths import DEFAULT_RING_DIR
 
+    if text is not None and not text.strip():
+        raise UsageError("RUN is empty: give a run's name or its file")
     if text is None or not text.endswith(".toml"):
+        if text is not None and "/" in text:
+            raise UsageError(f"{text}: a run's name or its file (.toml) was expected")
         return text, DEFAULT_RING_DIR
+    path = Path(text)
     try:
-        values = tomllib.loads(Path(text).read_text(encoding="utf-8"))
-        return str(values["name"]), Path(values.get("stream", {}).get("ring_dir", DEFAULT_RING_DIR))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        name, rings = values["name"], values.get("stream", {}).get("ring_dir", str(DEFAULT_RING_DIR))
+        if not isinstance(name, str) or not isinstance(rings, str):
+            raise ValueError("name and stream.ring_dir are texts")
+        return name, path.absolute().parent / Path(rings).expanduser()  # as `runfile.load` has it
     except OSError as error:
         raise ConfigError(f"{text}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except KeyError:
+        raise ConfigError(f"{text}: not a run file (it has no name)") from None
+    except (ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"{text}: not a run file ({error})") from None
 
 
@@ -516,10 +527,13 @@ cli.add_command(bench)
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0 done, 1 failed, 2 usage, 78 bad configuration, 130 interrupted."""
+    _open_standard_files()
+    code = 0
     try:
         result = cli.main(args=arguments, prog_name="paceline", standalone_mode=False)
+        code = result if isinstance(result, int) else 0
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        return code
     except PacelineError as error:
         return _fail(str(error), error.exit_code)
     except click.ClickException as error:
@@ -531,9 +545,43 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error.format_message() + hint, error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # `paceline rings | head`: nobody reads on; keep the exit's flush quiet too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # `paceline rings | head`: nobody reads on
+        _silence_stdout()
+        return code
+    except OSError as error:
+        return _fail(_system_error(error), 1)
+
+
+def _open_standard_files() -> None:
+    """Opens those of the three standard files that the caller has closed: the next file opened would take their place,
+    and be written to as such."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
+
+
+def _silence_stdout() -> None:
+    """What could not be written is dropped, so that the exit's own flush fails no more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _system_error(error: OSError) -> str:
+    """In one line, with the file that it is about."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {reason}"
+    try:
+        os.write(1, b"\n")  # the failed write was dropped: only another one tells
+    except OSError:
+        _silence_stdout()
+        return f"cannot write standard output: {reason}"
+    return f"{reason} (PACELINE_DEBUG=1 shows where)"
 
 
 def _fail(text: str, code: int) -> int:

@@ -239,6 +239,65 @@ def test_a_closed_pipe_is_silent() -> None:
     assert done.returncode in (0, 1) and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("redirected", "words"),
+    [
+        (">/dev/full", "paceline: cannot write standard output: No space left on device\n"),
+        (">&-", ""),
+        ("<&- >&- 2>&-", ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["--help", "status"])
+def test_an_output_that_cannot_be_written(command: str, redirected: str, words: str) -> None:
+    script = f"{sys.executable} -m paceline.common.cli {command} {redirected}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1 if words else 0, words)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(30, "Read-only file system", "/some/where"), "/some/where: Read-only file system"),
+        (OSError(24, "Too many open files"), "Too many open files (PACELINE_DEBUG=1 shows where)"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    run_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: OSError,
+    words: str,
+) -> None:
+    def trainer(run, resume):
+        raise error
+
+    stand_in(monkeypatch, "paceline.consumer.trainer", main=trainer)
+    assert fail(capsys, "consumer", str(run_path)) == (1, f"paceline: {words}\n")
+
+
+@pytest.mark.parametrize("command", [["rings"], ["status"], ["clean"], ["stop"], ["scale"]])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('name = "t"\nstream.ring_dir = 3', "not a run file (name and stream.ring_dir are texts)"),
+        ("name = 3", "not a run file (name and stream.ring_dir are texts)"),
+        ('[stream]\nring_dir = "x"', "not a run file (it has no name)"),
+        ('name = "t"\nstream = 3', "not a run file"),
+        (None, "a run's name or its file (.toml) was expected"),
+        ("", "RUN is empty: give a run's name or its file"),
+    ],
+)
+def test_what_is_no_run(
+    command: list[str], text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.toml"
+    if text:
+        path.write_text(text)
+    run = str(path) if text else str(tmp_path) if text is None else ""
+    code, error = fail(capsys, *command, run, *(["1"] if command == ["scale"] else []))
+    assert code in (2, 78) and words in error
+
+
 @pytest.mark.parametrize("clean", [True, False])
 def test_audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], clean: bool) -> None:
     report = SimpleNamespace(clean=clean, text=lambda: "12 trained", json=lambda: '{"trained": 12}')
@@ -364,6 +423,14 @@ def test_rings(ring_file: Path, run_path: Path, capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert found["run"] == "t"
     assert [(ring["worker"], ring["alive"], ring["free"]) for ring in found["rings"]] == [("w0", False, 2)]
+
+
+def test_rings_beside_the_run_file(ring_file: Path, run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_path.write_text(run_path.read_text().replace(str(run_path.parent / "rings"), "rings"))
+    monkeypatch.chdir("/")
+    assert main(["rings", str(run_path)]) == 0
+    assert main(["clean", str(run_path)]) == 0
+    assert not ring_file.exists()
 
 
 def test_rings_without_any(run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
