@@ -5,6 +5,8 @@ Errors of the classes in `errors` end a command with one line on stderr and thei
 PACELINE_DEBUG=1 shows every traceback.
 """
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -69,12 +71,33 @@ def _load_run_or_instance(run_path: Path | None, name: str | None, overrides: tu
     return run
 
 
+class _Unfailing(io.TextIOWrapper):
+    """Drops what cannot be written. A log often lies on the disk of the checkpoints: a full one ends no side of a run,
+    nor does a reader that leaves."""
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def _log_to_stderr() -> None:
     """What a process of a run logs, a line each without stamps: the journal and `up` add their own. Of one that hangs
     and is aborted, by systemd's watchdog for one, also where each thread stood."""
     import faulthandler
     import logging
 
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # else somebody has put another there
+            stream.flush()
+            raw = open(number, "wb", closefd=False)  # noqa: SIM115 - for good
+            setattr(sys, name, _Unfailing(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True))
     faulthandler.enable(2)  # by number: sys.stderr may be no file
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 

@@ -505,6 +505,31 @@ def test_commands_are_documented() -> None:
     assert all(command.help for command in cli.cli.commands.values())
 
 
+@pytest.mark.parametrize("where", [">/dev/full 2>&1", "> >(true) 2>&1; sleep 0.1"])
+@pytest.mark.parametrize("side", ["producer.worker", "consumer.trainer"])
+def test_a_side_whose_log_cannot_be_written_goes_on(run_path: Path, tmp_path: Path, where: str, side: str) -> None:
+    """Its log lies on the disk of the checkpoints, which may be full."""
+    saved = tmp_path / "saved"
+    script = tmp_path / "side.py"
+    script.write_text(
+        f"""
+import logging, pathlib, sys, types
+from paceline.common.cli import main
+def side(*_, **__):
+    for number in range(3000):
+        print("step", number, flush=True)
+        print("to stderr", number, file=sys.stderr)
+        logging.info("logged %d", number)
+    pathlib.Path({str(saved)!r}).touch()
+    return 0
+sys.modules["paceline.{side}"] = types.SimpleNamespace(main=side)
+sys.exit(main([{side.split(".")[0]!r}, {str(run_path)!r}]))
+"""
+    )
+    subprocess.run(["bash", "-c", f"{sys.executable} {script} {where}"], check="sleep" not in where)
+    assert saved.exists()
+
+
 @pytest.mark.parametrize("command", ["producer", "consumer"])
 def test_idle_threads_of_both_sides_sleep(command: str, run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
