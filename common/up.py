@@ -569,6 +569,8 @@ class Supervisor:
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
+        if child is self.trainer and (said := (self._status() or {}).get("message")) and said not in " ".join(lines):
+            lines.append(said)  # where its log could not be written, on a full disk
         self._why = lines[-1] if lines else text
         self.view.failure(child, text, lines[-8:])
 

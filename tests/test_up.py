@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from paceline.common import paths
+from paceline.common import paths, scale
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
 from paceline.common.progress import PlainView
@@ -298,6 +298,48 @@ def test_a_run_whose_data_are_prepared_is_shown_and_stopped_as_that(run_path: Pa
     assert text.startswith("t  preparing the data; the trainer starts after that\n")
     assert (found["state"], found["up"], found["alive"]) == ("preparing", True, False)
     assert stopped == "stopping t\nt has stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message", "words"),
+    [
+        ("ck/step-00000007", "stopping (SIGTERM)", ""),
+        ("ck/step-00000005", "disk full", "of step 7, and ck/step-00000005 stands: disk full"),
+        ("", "disk full", "of step 7, and there is none: disk full"),
+    ],
+)
+def test_stop_says_whether_the_last_steps_are_in_a_checkpoint(
+    run_path: Path, capfd: pytest.CaptureFixture[str], checkpoint: str, message: str, words: str
+) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from paceline.common.telemetry import write_status; "
+        "status = dict(state='stopped', step=7, message=sys.argv[2], updated=time.time()); "
+        "write_status(Path(sys.argv[1]), status | ({'checkpoint': sys.argv[3]} if sys.argv[3] else {}))"
+    )
+    writes = f'{sys.executable} -c "{code}" {paths.status_path(load(run_path))} "{message}" "{checkpoint}"'
+    script = run_path.parent / "consumer.sh"
+    script.write_text(f"stop() {{ {writes}; exit {int(bool(words))}; }}; trap stop TERM; echo up; {FOREVER}\n")
+    stop = f"{wait_for('up', run_path.parent / 'out/logs/trainer.log')}; {sys.executable} -m paceline.common.cli stop t"
+    looker = subprocess.Popen(["/bin/sh", "-c", stop], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        code = up(run_path, command=Scripts(consumer=f"exec sh {script}"), policy=QUICK)
+        shown, _ = looker.communicate(timeout=30)
+    finally:
+        looker.kill()
+    assert code == looker.returncode == int(bool(words)), shown
+    last = shown.splitlines()[-1]
+    assert last == (f"paceline: t has stopped, but without a checkpoint {words}" if words else "t has stopped")
+    assert not words or message in capfd.readouterr().out
+
+
+def test_stop_does_not_wait_for_the_next_supervisor(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = iter(["paceline up (pid 7)"] * 3 + ["paceline up (pid 8)"] * 20)
+    monkeypatch.setattr(scale, "held_by", lambda path: next(holders))
+    monkeypatch.setattr(scale, "ask", lambda path, request: {"said": "stopping t"})
+    paths.run_dir("t")
+    said: list[str] = []
+    scale.stop("t", said.append)
+    assert said == ["stopping t", "t has stopped"] and next(holders).endswith("8)")
 
 
 def test_a_run_whose_trainer_has_said_nothing_yet_is_starting(run_path: Path) -> None:
