@@ -6,6 +6,7 @@ PACELINE_DEBUG=1 shows every traceback.
 """
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -597,6 +598,8 @@ def _silence_stdout() -> None:
 def _system_error(error: OSError) -> str:
     """In one line, with the file that it is about."""
     reason = error.strerror or str(error) or type(error).__name__
+    if error.errno == errno.EMFILE:
+        reason += ": raise `ulimit -n`"
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {reason}"
     try:

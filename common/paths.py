@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -154,6 +155,27 @@ def run_dir(name: str) -> Path:
         private_folder(base, mode)
     check_base(base)
     return private_folder(base / name, mode)
+
+
+class Freshness:
+    """Keeps what is in a run directory from looking abandoned. Where /tmp is swept (systemd-tmpfiles), files go that
+    were not touched for some days: without its locks a run is up, and `stop` does not find it."""
+
+    SECONDS = 3600.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._due = 0.0  # time.monotonic()
+
+    def keep(self) -> None:
+        """To be called again and again; touches the files once an hour."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + self.SECONDS
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    os.utime(path, follow_symlinks=False)
 
 
 def runtime_bases() -> list[Path]:

@@ -243,6 +243,7 @@ class Supervisor:
         self._reload = reload or (lambda: run)
         self._again_by: float | None = None  # the trainer is to be started again: when it is killed if it still runs
         self._folder = paths.run_dir(run.name)
+        self._fresh = paths.Freshness(self._folder)
         self._status_path, self._finished = paths.status_path(run), paths.finished_path(run)
         self.active: list[Child] = []
         self.code: int | None = None  # set once the run is being ended
@@ -304,6 +305,7 @@ class Supervisor:
                     self._ended(child, code)
             self._restart_due()
             self._control.serve()
+            self._fresh.keep()
             self._enforce_deadlines()
             self.view.refresh(self.active, self._status())
             select.select([wake, self._ready, *self._control.descriptors()], [], [], _TICK)

@@ -258,7 +258,7 @@ def test_an_output_that_cannot_be_written(command: str, redirected: str, words: 
     ("error", "words"),
     [
         (OSError(30, "Read-only file system", "/some/where"), "/some/where: Read-only file system"),
-        (OSError(24, "Too many open files"), "Too many open files (PACELINE_DEBUG=1 shows where)"),
+        (OSError(24, "Too many open files"), "Too many open files: raise `ulimit -n` (PACELINE_DEBUG=1 shows where)"),
     ],
 )
 def test_what_the_system_refuses_is_one_line(

@@ -1,5 +1,6 @@
 """Run directories: where they are, and that they are this user's alone."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,27 @@ def test_long_socket_paths_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
     with pytest.raises(ConfigError, match=r"at most 107 fit: set PACELINE_RUNTIME_DIR"):
         paths.ranks_address(run)
+
+
+def test_a_run_directory_in_use_does_not_look_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /tmp is swept: up.lock and consumer.lock would go after some days."""
+
+    def aged() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir() if path.lstat().st_mtime < 1e6)
+
+    (tmp_path / "up.lock").write_text("7\n")
+    (tmp_path / "link").symlink_to("nowhere")
+    fresh = paths.Freshness(tmp_path)
+    for hour in range(3):
+        for path in tmp_path.iterdir():
+            os.utime(path, (0, 0), follow_symlinks=False)
+        assert aged() == ["link", "up.lock"]
+        fresh.keep()
+        assert aged() == ([] if hour == 0 else ["link", "up.lock"])
+    monkeypatch.setattr(fresh, "_due", 0.0)
+    fresh.keep()
+    assert aged() == [] and (tmp_path / "up.lock").read_text() == "7\n"
+    paths.Freshness(tmp_path / "gone").keep()
 
 
 @pytest.mark.parametrize("command", ["up", "producer", "consumer"])

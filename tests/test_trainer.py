@@ -515,6 +515,14 @@ def test_two_runs_with_one_output_folder(job: Job):
     first.terminate()
 
 
+def test_its_files_in_the_run_directory_stay_fresh(job: Job):
+    lock, status = paths.rank_lock(job.run, 7), paths.status_path(job.run)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    wait_for(status.exists, job.trainer())
+    assert lock.stat().st_mtime > 1e6
+
+
 def test_waits_for_a_rank_of_a_dead_trainer(job: Job):
     from paceline.common.locks import FileLock
 

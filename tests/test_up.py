@@ -101,6 +101,14 @@ class Noting(PlainView):
             self.file.touch()
 
 
+def test_the_files_of_a_run_stay_fresh(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths.Freshness, "SECONDS", 0.0)
+    folder = paths.run_dir("t")
+    old = f"touch -d @0 {folder}/up.lock; until test {folder}/up.lock -nt {run_path}; do sleep 0.02; done"
+    scripts = Scripts(consumer=f"{old}; touch {finished(run_path)}", producer="exit 0")
+    assert up(run_path, command=scripts, policy=QUICK) == 0
+
+
 def test_a_trainer_without_workers_is_pointed_out(run_path: Path, tmp_path: Path) -> None:
     run, said = load(run_path), tmp_path / "said"
     script = f"until test -e {said}; do sleep 0.02; done; touch {finished(run_path)}"
