@@ -5,7 +5,8 @@ kernel if the supervisor dies. A child writes to its log itself (<output>/logs/<
 log after it: a supervisor that is stopped or killed never blocks a child or breaks its pipe.
 
     exit 0              the trainer: the run is over, workers leave or are sent SIGTERM; a worker: it left
-    exit 2, 78          wrong use or configuration: everything stops with that code; the child's lines say why
+    exit 2, 78          wrong use or configuration: everything stops with that code; the child's lines say why. But a
+                        child that was up and dies while the run file is not valid, being edited, is started again
     anything else       started again after a pause, at most `Policy.limit` times in `Policy.window` seconds, and fewer
                         times if it always ends by itself right after its start
     Ctrl-C, SIGTERM     the trainer is told first and writes a checkpoint; a second Ctrl-C kills
@@ -524,6 +525,8 @@ class Supervisor:
                 self._alone_at = time.monotonic() + self.policy.leave
         elif code in _FATAL and child.extra and not child.was_ready:
             self._give_up(child, how_it_ended(code))
+        elif code in _FATAL and child.was_ready and self._file_is_wrong():
+            self._failed(child, how_it_ended(code))
         elif code in _FATAL or child is self.prepare:
             self._show_failure(child, f"{child.name} {how_it_ended(code)}")
             child.state = "failed"
@@ -532,6 +535,13 @@ class Supervisor:
             # A signal is somebody's doing, a child that was up can be so again; one that ends by itself at once cannot.
             quick = code > 0 and not child.was_ready and time.time() - child.started < self.policy.quick
             self._failed(child, how_it_ended(code), quick)
+
+    def _file_is_wrong(self) -> bool:
+        try:
+            self._reload()
+        except PacelineError:
+            return True
+        return False
 
     def _ended_while_stopping(self, child: Child, code: int) -> None:
         child.state = "stopped"

@@ -17,7 +17,7 @@ from paceline.common import paths, scale
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
 from paceline.common.progress import PlainView
-from paceline.common.runfile import load
+from paceline.common.runfile import RunFile, load
 from paceline.common.status import run_states
 from paceline.common.telemetry import write_status
 from paceline.common.up import Child, Policy, Supervisor, Tail, up
@@ -270,6 +270,31 @@ def test_a_bad_configuration_stops_all_at_once(run_path: Path, capfd: pytest.Cap
     shown = capfd.readouterr().out
     assert "no such layer" in shown and "would not help" in shown
     assert log(run_path, "trainer") == "up\nsaved\n"
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_worker_that_dies_while_the_run_file_is_edited(run_path: Path, tmp_path: Path, mended: bool) -> None:
+    """It was up, and finds a file that is not valid: the run does not end for that, unless it stays so."""
+    run, file, w0 = load(run_path), tmp_path / "edited", tmp_path / "w0.log"
+
+    def reload() -> RunFile:
+        if file.exists():
+            raise ConfigError("not TOML")
+        return run
+
+    file.touch()
+    worker = f"echo up; test -e {file} && exit 78; echo mended; exit 0"
+    trainer = f"trap 'echo saved; exit 0' TERM; {wait_for('up', w0)}; {FOREVER}"
+    if mended:
+        trainer = f"{wait_for('up', w0)}; rm {file}; {wait_for('mended', w0)}; touch {finished(run_path)}"
+    children = [
+        Child("trainer", ["/bin/sh", "-c", trainer], tmp_path / "trainer.log"),
+        Child("w0", ["/bin/sh", "-c", worker], w0, was_ready=True),
+    ]
+    policy = Policy(limit=1000 if mended else 4, first_pause=0.05, longest_pause=0.1, leave=0)
+    supervisor = Supervisor(run, children[0], children[1:], PlainView(), policy=policy, reload=reload)
+    assert supervisor.run() == int(not mended)
+    assert mended or children[0].log.read_text() == "saved\n"
 
 
 def test_nothing_starts_if_the_data_cannot_be_prepared(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
