@@ -1,9 +1,13 @@
 """The command line. Commands import what they need when they run: `--help` and `rings` load neither torch nor pydantic.
 
-Errors of the classes in `errors` end a command with one line on stderr and their exit code; anything else is a fault
-of paceline and shows its traceback. PACELINE_DEBUG=1 shows every traceback.
+Errors of the classes in `errors` end a command with one line on stderr and their exit code, and so do the system's own
+(a full disk, a folder that cannot be written); anything else is a fault of paceline and shows its traceback.
+PACELINE_DEBUG=1 shows every traceback.
 """
 
+import contextlib
+import errno
+import io
 import json
 import os
 import sys
@@ -68,12 +72,33 @@ def _load_run_or_instance(run_path: Path | None, name: str | None, overrides: tu
     return run
 
 
+class _Unfailing(io.TextIOWrapper):
+    """Drops what cannot be written. A log often lies on the disk of the checkpoints: a full one ends no side of a run,
+    nor does a reader that leaves."""
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def _log_to_stderr() -> None:
     """What a process of a run logs, a line each without stamps: the journal and `up` add their own. Of one that hangs
     and is aborted, by systemd's watchdog for one, also where each thread stood."""
     import faulthandler
     import logging
 
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # else somebody has put another there
+            stream.flush()
+            raw = open(number, "wb", closefd=False)  # noqa: SIM115 - for good
+            setattr(sys, name, _Unfailing(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True))
     faulthandler.enable(2)  # by number: sys.stderr may be no file
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
@@ -93,14 +118,24 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
 
     from .paths import DEFAULT_RING_DIR
 
+    if text is not None and not text.strip():
+        raise UsageError("RUN is empty: give a run's name or its file")
     if text is None or not text.endswith(".toml"):
+        if text is not None and "/" in text:
+            raise UsageError(f"{text}: a run's name or its file (.toml) was expected")
         return text, DEFAULT_RING_DIR
+    path = Path(text)
     try:
-        values = tomllib.loads(Path(text).read_text(encoding="utf-8-sig"))
-        return str(values["name"]), Path(values.get("stream", {}).get("ring_dir", DEFAULT_RING_DIR))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        name, rings = values["name"], values.get("stream", {}).get("ring_dir", str(DEFAULT_RING_DIR))
+        if not isinstance(name, str) or not isinstance(rings, str):
+            raise ValueError("name and stream.ring_dir are texts")
+        return name, path.absolute().parent / Path(rings).expanduser()  # as `runfile.load` has it
     except OSError as error:
         raise ConfigError(f"{text}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except KeyError:
+        raise ConfigError(f"{text}: not a run file (it has no name)") from None
+    except (ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"{text}: not a run file ({error})") from None
 
 
@@ -516,10 +551,13 @@ cli.add_command(bench)
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0 done, 1 failed, 2 usage, 78 bad configuration, 130 interrupted."""
+    _open_standard_files()
+    code = 0
     try:
         result = cli.main(args=arguments, prog_name="paceline", standalone_mode=False)
+        code = result if isinstance(result, int) else 0
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        return code
     except PacelineError as error:
         return _fail(str(error), error.exit_code)
     except click.ClickException as error:
@@ -531,9 +569,45 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error.format_message() + hint, error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # `paceline rings | head`: nobody reads on; keep the exit's flush quiet too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # `paceline rings | head`: nobody reads on
+        _silence_stdout()
+        return code
+    except OSError as error:
+        return _fail(_system_error(error), 1)
+
+
+def _open_standard_files() -> None:
+    """Opens those of the three standard files that the caller has closed: the next file opened would take their place,
+    and be written to as such."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
+
+
+def _silence_stdout() -> None:
+    """What could not be written is dropped, so that the exit's own flush fails no more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _system_error(error: OSError) -> str:
+    """In one line, with the file that it is about."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.errno == errno.EMFILE:
+        reason += ": raise `ulimit -n`"
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {reason}"
+    try:
+        os.write(1, b"\n")  # the failed write was dropped: only another one tells
+    except OSError:
+        _silence_stdout()
+        return f"cannot write standard output: {reason}"
+    return f"{reason} (PACELINE_DEBUG=1 shows where)"
 
 
 def _fail(text: str, code: int) -> int:

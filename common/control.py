@@ -111,6 +111,9 @@ class Control:
             return self._answer(request)
         except PacelineError as error:
             return {"error": str(error), "code": error.exit_code}
+        except OSError as error:  # a full disk, say, is no reason for the supervisor to end
+            where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+            return {"error": f"{where}{error.strerror or error}"}
 
     def close(self) -> None:
         for client in self._clients:

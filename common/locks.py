@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from . import faults
+from .errors import ConfigError
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 
@@ -65,10 +66,18 @@ class FileLock:
         self._fd: int | None = None
 
     def acquire(self, blocking: bool = False) -> bool:
-        """Makes the file if need be (0600) and takes its lock; False if another holds it. Raises OSError."""
+        """Makes the file if need be (0600) and takes its lock; False if another holds it.
+
+        Raises:
+            ConfigError: it cannot be made or opened.
+        """
         if self._fd is not None:
             return True
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            raise ConfigError(f"cannot lock {self.path}: {reason}") from None
         try:
             taken = OfdLock(fd).acquire(blocking)
         except BaseException:

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # sockaddr_un.sun_path holds 108 bytes, the closing NUL included (unix(7)).
 SOCKET_PATH_BYTES = 107
+_LONGEST_SOCKET = "ranks.sock"
 
 _UNIT_HINT = "; units write below /var/lib/paceline, and elsewhere after `paceline install-units --writable FOLDER`"
 
@@ -145,13 +147,35 @@ def run_dir(name: str) -> Path:
     """The directory of run `name`, created if missing.
 
     Raises:
-        ConfigError: it cannot be made, or is not private to this user.
+        ConfigError: it cannot be made, is not private to this user, or is too deep for sockets.
     """
     base, mode = runtime_base()
+    _check_length(base / name / _LONGEST_SOCKET)
     if not base.exists():
         private_folder(base, mode)
     check_base(base)
     return private_folder(base / name, mode)
+
+
+class Freshness:
+    """Keeps what is in a run directory from looking abandoned. Where /tmp is swept (systemd-tmpfiles), files go that
+    were not touched for some days: without its locks a run is up, and `stop` does not find it."""
+
+    SECONDS = 3600.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._due = 0.0  # time.monotonic()
+
+    def keep(self) -> None:
+        """To be called again and again; touches the files once an hour."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + self.SECONDS
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    os.utime(path, follow_symlinks=False)
 
 
 def runtime_bases() -> list[Path]:
@@ -171,24 +195,23 @@ def find_run_dirs(name: str | None = None) -> list[Path]:
     return sorted(found, key=lambda path: path.name)
 
 
-def _address(path: Path) -> str:
+def _check_length(path: Path) -> None:
     size = len(os.fsencode(path))
     if size > SOCKET_PATH_BYTES:
         raise ConfigError(
             f"socket path {path} has {size} bytes, at most {SOCKET_PATH_BYTES} fit: "
             "set PACELINE_RUNTIME_DIR to a shorter folder"
         )
-    return f"ipc://{path}"
 
 
 def feed_address(run: "RunFile") -> str:
     """Where the feed listens for workers."""
-    return _address(run_dir(run.name) / "feed.sock")
+    return f"ipc://{run_dir(run.name) / 'feed.sock'}"
 
 
 def ranks_address(run: "RunFile") -> str:
     """Where the feed listens for ranks."""
-    return _address(run_dir(run.name) / "ranks.sock")
+    return f"ipc://{run_dir(run.name) / _LONGEST_SOCKET}"
 
 
 def consumer_lock(run: "RunFile") -> Path:

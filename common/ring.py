@@ -37,6 +37,7 @@ from . import ring_layout as layout
 from .errors import ConfigError, PacelineError, counted
 from .fingerprint import Fingerprint
 from .locks import OfdLock
+from .paths import DEFAULT_RING_DIR
 from .ring_layout import (
     PAGE,
     LiveWords,
@@ -665,9 +666,11 @@ def _restore(mapping: _Mapping, index: int) -> None:
 
 
 def _other_fingerprint(path: Path, wanted: Fingerprint, found: Fingerprint, ready: int) -> ConfigError:
+    # Without a name `clean` would drop other runs' records too; by its name a run is found in the default folder alone.
+    run = path.parent.name if path.parent.parent == DEFAULT_RING_DIR else "RUN.toml"
     return ConfigError(
         f"{path} holds {counted(ready, 'record')} of another run file, dataset or target "
-        f"({wanted.differences(found, 'the ring')}): go back to the ring's, or drop the records with `paceline clean`"
+        f"({wanted.differences(found, 'the ring')}): go back to the ring's, or drop them with `paceline clean {run}`"
     )
 
 

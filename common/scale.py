@@ -26,6 +26,7 @@ from .errors import PacelineError, UsageError, counted
 from .inspect import RingInfo, read_rings
 from .locks import OfdLock, held_by
 from .ring_layout import RingInvalid, read_ring, ring_paths, write_retired
+from .telemetry import Status, read_status
 
 if TYPE_CHECKING:
     from .runfile import RunFile
@@ -190,13 +191,17 @@ def stop(run: str, say: Say) -> None:
     """Stops a run with a checkpoint, and waits until it has ended. `paceline up` or the units start it again.
 
     Raises:
-        PacelineError: nobody supervises the run.
+        PacelineError: nobody supervises the run, or the checkpoint of its last steps could not be written.
     """
     folder = _supervised(run)
     if folder is not None:
+        lock, before = folder / "up.lock", read_status(folder / "status.json")
+        supervisor = held_by(lock)
         say(ask(paths.up_socket(folder), {"do": "stop"})["said"])
-        while held_by(folder / "up.lock"):
+        while supervisor is not None and held_by(lock) == supervisor:  # another one may come up at once
             time.sleep(POLL_S)
+        if (status := read_status(folder / "status.json")) != before and (lost := _unsaved(status or {})):
+            raise PacelineError(f"{run} has stopped, {lost}")
         say(f"{run} has stopped")
     elif _has_units(run):
         from .units import stop_units
@@ -204,6 +209,15 @@ def stop(run: str, say: Say) -> None:
         stop_units(run, say=say)
     else:
         raise _unsupervised(run)
+
+
+def _unsaved(status: Status) -> str:
+    """What a trainer that has ended left undone, in words: its last steps are in no checkpoint. Empty if all is."""
+    step, newest = status.get("step", 0), status.get("checkpoint", "")
+    if status.get("state") != "stopped" or step == 0 or Path(newest).name.endswith(f"-{step:08d}"):
+        return ""
+    stands = f"{newest} stands" if newest else "there is none"
+    return f"but without a checkpoint of step {step}, and {stands}: {status.get('message', '')}"
 
 
 def _supervised(run: str) -> Path | None:

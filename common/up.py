@@ -5,7 +5,8 @@ kernel if the supervisor dies. A child writes to its log itself (<output>/logs/<
 log after it: a supervisor that is stopped or killed never blocks a child or breaks its pipe.
 
     exit 0              the trainer: the run is over, workers leave or are sent SIGTERM; a worker: it left
-    exit 2, 78          wrong use or configuration: everything stops with that code; the child's lines say why
+    exit 2, 78          wrong use or configuration: everything stops with that code; the child's lines say why. But a
+                        child that was up and dies while the run file is not valid, being edited, is started again
     anything else       started again after a pause, at most `Policy.limit` times in `Policy.window` seconds, and fewer
                         times if it always ends by itself right after its start
     Ctrl-C, SIGTERM     the trainer is told first and writes a checkpoint; a second Ctrl-C kills
@@ -14,6 +15,9 @@ log after it: a supervisor that is stopped or killed never blocks a child or bre
     paceline restart    the trainer stops with a checkpoint and is started again, by the run file as it is then; the
                         workers go on
     paceline stop       as SIGTERM
+
+What cannot be shown, and what the system refuses (a process, a file), does not end the run; whatever else ends the
+supervisor, the trainer first gets the time for its checkpoint.
 
 The supervisor is one thread: PR_SET_PDEATHSIG follows the thread that forks, and `preexec_fn` wants no others. (numpy,
 which would start some, is not imported.) Requests and news from children come over two sockets (`control`).
@@ -118,6 +122,11 @@ class Child:
         return self.process.pid if self.process else None
 
     @property
+    def running(self) -> bool:
+        """Started and not reaped, whatever its state says."""
+        return self.process is not None and self.process.returncode is None
+
+    @property
     def last_line(self) -> str:
         return self.own_lines[-1] if self.own_lines else ""
 
@@ -125,6 +134,8 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with open(self.log, "ab") as log:
+            if self.tail:
+                self.tail.close()
             self.tail = Tail(self.log)
             self.own_lines.clear()
             self.started, self.state, self.start_at, self.ready = time.time(), "running", 0.0, False
@@ -140,19 +151,19 @@ class Child:
 
     def signal(self, number: int) -> None:
         # Not Popen.send_signal: that reaps a child that has just ended, and `reap` would never hear of it.
-        if self.process and self.process.returncode is None:
+        if self.process and self.running:
             os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
         """SIGKILL to the child and all it started. Only while it is not reaped: its pid is its own until then."""
-        if self.process and self.process.returncode is None:
+        if self.process and self.running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def reap(self) -> int | None:
         """The exit code if the child has just ended (negative: by that signal). Takes its descendants down with it:
         the ranks of a dead trainer would only keep the next one waiting."""
-        if self.process is None or self.process.returncode is not None:
+        if self.process is None or not self.running:
             return None
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
@@ -177,6 +188,39 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+class _Shown:
+    """A view that cannot end the run: what is shown may find its terminal closed, its reader gone, its disk full."""
+
+    def __init__(self, view: View, logs: Path) -> None:
+        self._view, self._logs = view, logs
+        self._broken = False
+
+    def event(self, text: str, urgent: bool = False) -> None:
+        self._try(lambda: self._view.event(text, urgent))
+
+    def line(self, child: str, text: str) -> None:
+        self._try(lambda: self._view.line(child, text))
+
+    def failure(self, child: Child, text: str, lines: Sequence[str]) -> None:
+        self._try(lambda: self._view.failure(child, text, lines))
+
+    def refresh(self, children: Sequence[Child], status: Status | None) -> None:
+        self._try(lambda: self._view.refresh(children, status))
+
+    def close(self) -> None:
+        self._try(self._view.close)
+
+    def _try(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except OSError as error:
+            if not self._broken:
+                self._broken = True
+                text = f"the run goes on unseen: {error.strerror or error}; its logs are in {self._logs}"
+                with contextlib.suppress(OSError):
+                    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
 class Supervisor:
     """Runs the children of one run until it is over; `run()` returns the exit code."""
 
@@ -194,12 +238,15 @@ class Supervisor:
         reload: Callable[[], RunFile] | None = None,
     ) -> None:
         """reload: the run file as it is now."""
-        self.run_file, self.trainer, self.workers, self.view = run, trainer, list(workers), view
+        self.run_file, self.trainer, self.workers = run, trainer, list(workers)
+        self.view: View = _Shown(view, trainer.log.parent)
         self.prepare, self.policy, self.make_worker = prepare, policy or Policy(), make_worker
         self.wanted = wanted or Wanted(len(self.workers))
         self._reload = reload or (lambda: run)
         self._again_by: float | None = None  # the trainer is to be started again: when it is killed if it still runs
         self._folder = paths.run_dir(run.name)
+        self._fresh = paths.Freshness(self._folder)
+        self._status_path, self._finished = paths.status_path(run), paths.finished_path(run)
         self.active: list[Child] = []
         self.code: int | None = None  # set once the run is being ended
         self._why = ""  # what a child said last before it failed
@@ -219,6 +266,9 @@ class Supervisor:
                 clear_finished(self.run_file)
                 retire_dead(paths.ring_dir(self.run_file), self.wanted.count)
                 self._loop([self.trainer, *self.workers], wake)
+            except BaseException:
+                self._let_save()
+                raise
             finally:
                 for child in self.active:
                     child.kill_group()
@@ -233,10 +283,20 @@ class Supervisor:
         self.active = []
         return self.code is None
 
+    def _let_save(self) -> None:
+        """Before the supervisor ends by a fault of its own: the trainer writes its checkpoint, unless Ctrl-C comes."""
+        for child in self.active:
+            child.signal(signal.SIGTERM)
+        until = time.monotonic() + self.policy.stop
+        while self.trainer.reap() is None and self.trainer.running and time.monotonic() < until:
+            if signal.SIGINT in self._pending:
+                return
+            time.sleep(_TICK)
+
     def _loop(self, children: list[Child], wake: int) -> None:
         self.active = children
         for child in children:
-            child.start(self._environment)
+            self._launch(child)
         while any(child.state in ("running", "restarts") for child in self.active):
             self._handle_signals()
             self._note_ready()
@@ -247,6 +307,7 @@ class Supervisor:
                     self._ended(child, code)
             self._restart_due()
             self._control.serve()
+            self._fresh.keep()
             self._enforce_deadlines()
             self.view.refresh(self.active, self._status())
             select.select([wake, self._ready, *self._control.descriptors()], [], [], _TICK)
@@ -362,8 +423,9 @@ class Supervisor:
                 f"--gpu places new workers, and {count} would add none to the {self.wanted.count} there are"
             )
         placed = place(self.run_file, self.wanted, new, up - {*new}, devices)
-        self.wanted = self.wanted.scaled(count, placed)
-        self.wanted.write(self._folder, self.run_file.workers.count)
+        wanted = self.wanted.scaled(count, placed)
+        wanted.write(self._folder, self.run_file.workers.count)
+        self.wanted = wanted
         for index in new:
             if index not in leaving:  # else its name is free once it has left: `_forget` starts it
                 self._add(index)
@@ -409,7 +471,7 @@ class Supervisor:
         self.workers.append(child)
         self.workers.sort(key=lambda worker: worker_index(worker.name) or 0)
         self.active = [child for child in self.active if child not in self.workers] + self.workers
-        child.start(self._environment)
+        self._launch(child)
 
     def _remove(self, child: Child) -> None:
         """Asks a worker to go: through its ring, which it looks at between batches, or SIGTERM while it loads."""
@@ -453,7 +515,7 @@ class Supervisor:
             self._again_by = None
         if self.code is not None:
             self._ended_while_stopping(child, code)
-        elif again and code in _STOPPED and not paths.finished_path(self.run_file).exists():
+        elif again and code in _STOPPED and not self._finished.exists():
             self._start_again(child)
         elif child.leave_at is not None:
             self._forget(child)
@@ -466,12 +528,23 @@ class Supervisor:
                 self._alone_at = time.monotonic() + self.policy.leave
         elif code in _FATAL and child.extra and not child.was_ready:
             self._give_up(child, how_it_ended(code))
+        elif code in _FATAL and child.was_ready and self._file_is_wrong():
+            self._failed(child, how_it_ended(code))
         elif code in _FATAL or child is self.prepare:
             self._show_failure(child, f"{child.name} {how_it_ended(code)}")
             child.state = "failed"
             self._stop(code if code in _FATAL else 1, "stopping: starting it again would not help")
         else:
-            self._failed(child, code)
+            # A signal is somebody's doing, a child that was up can be so again; one that ends by itself at once cannot.
+            quick = code > 0 and not child.was_ready and time.time() - child.started < self.policy.quick
+            self._failed(child, how_it_ended(code), quick)
+
+    def _file_is_wrong(self) -> bool:
+        try:
+            self._reload()
+        except PacelineError:
+            return True
+        return False
 
     def _ended_while_stopping(self, child: Child, code: int) -> None:
         child.state = "stopped"
@@ -481,13 +554,12 @@ class Supervisor:
         if child is self.trainer and not self.code:
             self.code = 1
 
-    def _failed(self, child: Child, code: int) -> None:
+    def _failed(self, child: Child, how: str, quick: bool = False) -> None:
+        """Has a child started again after a pause, unless it has failed too often. quick: right after its start."""
         policy, now = self.policy, time.monotonic()
         child.failures.append(now)
         while child.failures[0] < now - policy.window:
             child.failures.popleft()
-        # A signal is somebody's doing, a child that was up can be so again; one that ends by itself at once cannot.
-        quick = code > 0 and not child.was_ready and time.time() - child.started < policy.quick
         child.quick_failures = child.quick_failures + 1 if quick else 0
         often = ""
         if child.quick_failures >= policy.quick_limit:
@@ -495,11 +567,11 @@ class Supervisor:
         elif len(child.failures) >= policy.limit:
             often = f"{policy.limit} times in {policy.window:.0f} s"
         if often:
-            self._give_up(child, f"{how_it_ended(code)}: {often}")
+            self._give_up(child, f"{how}: {often}")
             return
         pause = min(policy.first_pause * 2 ** (len(child.failures) - 1), policy.longest_pause)
         child.state, child.start_at = "restarts", now + pause
-        self._show_failure(child, f"{child.name} {how_it_ended(code)}; starting it again in {pause:.0f} s")
+        self._show_failure(child, f"{child.name} {how}; starting it again in {pause:.0f} s")
 
     def _give_up(self, child: Child, how: str) -> None:
         """A child that does not stay up ends the run, unless it was added to it and never was a part of it."""
@@ -512,6 +584,8 @@ class Supervisor:
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
+        if child is self.trainer and (said := (self._status() or {}).get("message")) and said not in " ".join(lines):
+            lines.append(said)  # where its log could not be written, on a full disk
         self._why = lines[-1] if lines else text
         self.view.failure(child, text, lines[-8:])
 
@@ -527,15 +601,25 @@ class Supervisor:
                 self._start_again(child)
 
     def _start_again(self, child: Child) -> None:
-        if child is self.trainer:
+        if child is self.trainer and child.was_ready:  # until then newer checkpoints may not have been set aside
             child.command = _without_resume(child.command)
-        child.start(self._environment)
-        self.view.event(f"{child.name} started again (pid {child.pid})")
+        if self._launch(child):
+            self.view.event(f"{child.name} started again (pid {child.pid})")
+
+    def _launch(self, child: Child) -> bool:
+        """Starts a child. False where the system refuses that (no process, no file): it is tried again later."""
+        try:
+            child.start(self._environment)
+        except OSError as error:
+            where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+            self._failed(child, f"cannot be started ({where}{error.strerror or error})")
+            return False
+        return True
 
     # Ending
 
     def _finish(self) -> None:
-        finished = paths.finished_path(self.run_file).exists()
+        finished = self._finished.exists()
         if finished:
             paths.wanted_path(self._folder).unlink(missing_ok=True)
         self.code = 0
@@ -588,7 +672,7 @@ class Supervisor:
 
     def _status(self) -> Status | None:
         """status.json, if this trainer wrote it and lately."""
-        status = read_status(paths.status_path(self.run_file))
+        status = read_status(self._status_path)
         if status is None or status.get("updated", 0.0) < max(self.trainer.started, time.time() - STALE_SECONDS):
             return None
         return status
@@ -599,7 +683,7 @@ def _names(indices: Sequence[int]) -> str:
 
 
 def _without_resume(command: list[str]) -> list[str]:
-    """A chosen checkpoint is for the first start; later ones go on from the newest."""
+    """A chosen checkpoint is for the first start that comes up; later ones go on from the newest."""
     if "--resume" not in command:
         return command
     place = command.index("--resume")

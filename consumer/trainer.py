@@ -282,6 +282,7 @@ class Trainer:
         self._message = ""
         self._watchdog = Watchdog()
         self._ready = False
+        self._fresh = paths.Freshness(paths.run_dir(run.name))
 
     def run(self, rank_command: Sequence[str]) -> int:
         run, start = self._run, self._start
@@ -466,6 +467,7 @@ class Trainer:
         if time.monotonic() - self._ticked < 1.0:
             return
         self._ticked = time.monotonic()
+        self._fresh.keep()
         self._progress.feed(feeder.snapshot())
         states = {rank.state for rank in self._ranks.running}
         if self._message or "saving" in states:

@@ -33,6 +33,9 @@ from .ledger import Ledger
 from .source import BadWorker, FeedStopped, Phase, RecordSource
 from .stop import StopFlag, StopRequested
 
+RETRY_SECONDS = 5.0
+"""Between two attempts to write the last checkpoint of a run."""
+
 FIRST_PHASE: Phase = (Kind.TRAIN, 0)
 _EVAL, _CHAIN = "eval_", "tau_chain"  # of the names of an evaluation's figures
 
@@ -186,7 +189,7 @@ class Training:
         """Train to the end of the plan, of the run's time, or to a stop; then write the last checkpoint.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written.
+            CheckpointError: the last checkpoint could not be written, and a signal asks to stop.
         """
         while self._at.phase is not None and self._ending is None:
             self._phase_began = time.monotonic()
@@ -199,7 +202,7 @@ class Training:
         ending = self._ending or Ending("finished")
         self._learner.discard()
         if self._job.rank == 0:
-            self._save_last()
+            self._save_last(patient=ending.kind in ("finished", "hours"))
         self._keeper.close()
         return ending
 
@@ -406,15 +409,26 @@ class Training:
         self._written = self._asked
         return ""
 
-    def _save_last(self) -> None:
+    def _save_last(self, patient: bool) -> None:
+        """patient: where it cannot be written, as on a full disk, it is tried until it can, or a signal comes. Started
+        again, the trainer would only train the same steps anew, and stand before the same disk."""
         self._await_save()
-        if self._written != (self._at.step, self._at.phase):
+        while self._written != (self._at.step, self._at.phase):
             self._save()
             if error := self._await_save():
-                raise CheckpointError(error)
+                if not patient or self._flag.requested is not None:
+                    raise CheckpointError(error)
+                print(f"trying again in {RETRY_SECONDS:.0f} s: only this checkpoint is missing", flush=True)
+                self._pause(RETRY_SECONDS)
         if self._last_done is not None:
             point("rank.safe-not-told")
             self._source.done(self._last_done)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self._flag.requested is None:
+            self._reports.alive()
+            time.sleep(0.2)
 
     def _await_save(self) -> str:
         """Wait for the write in progress, if there is one; why it failed, or nothing."""

@@ -7,6 +7,7 @@ Files are read in chunks, parsed and tokenised by a pool of spawned processes wh
 written as they come back, in order: memory stays bounded and the same input gives the same bytes.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -199,10 +200,12 @@ def prepare_run(
 
 
 def _remove_leftovers(folder: Path, lock: FileLock) -> None:
-    """Remove what a writer that was killed at its very end left beside the rows, unless one is at work."""
-    if lock.acquire():
-        with lock:
-            remove_scratch(folder)
+    """Remove what a writer that was killed at its very end left beside the rows, unless one is at work. In a cache that
+    cannot be written it stays: the rows are good."""
+    with contextlib.suppress(ConfigError):
+        if lock.acquire():
+            with lock:
+                remove_scratch(folder)
 
 
 def _check_folder(folder: Path, chosen: bool, key: str) -> None:

@@ -247,6 +247,65 @@ def test_a_closed_pipe_is_silent() -> None:
     assert done.returncode in (0, 1) and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("redirected", "words"),
+    [
+        (">/dev/full", "paceline: cannot write standard output: No space left on device\n"),
+        (">&-", ""),
+        ("<&- >&- 2>&-", ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["--help", "status"])
+def test_an_output_that_cannot_be_written(command: str, redirected: str, words: str) -> None:
+    script = f"{sys.executable} -m paceline.common.cli {command} {redirected}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1 if words else 0, words)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(30, "Read-only file system", "/some/where"), "/some/where: Read-only file system"),
+        (OSError(24, "Too many open files"), "Too many open files: raise `ulimit -n` (PACELINE_DEBUG=1 shows where)"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    run_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: OSError,
+    words: str,
+) -> None:
+    def trainer(run, resume):
+        raise error
+
+    stand_in(monkeypatch, "paceline.consumer.trainer", main=trainer)
+    assert fail(capsys, "consumer", str(run_path)) == (1, f"paceline: {words}\n")
+
+
+@pytest.mark.parametrize("command", [["rings"], ["status"], ["clean"], ["stop"], ["scale"]])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('name = "t"\nstream.ring_dir = 3', "not a run file (name and stream.ring_dir are texts)"),
+        ("name = 3", "not a run file (name and stream.ring_dir are texts)"),
+        ('[stream]\nring_dir = "x"', "not a run file (it has no name)"),
+        ('name = "t"\nstream = 3', "not a run file"),
+        (None, "a run's name or its file (.toml) was expected"),
+        ("", "RUN is empty: give a run's name or its file"),
+    ],
+)
+def test_what_is_no_run(
+    command: list[str], text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.toml"
+    if text:
+        path.write_text(text)
+    run = str(path) if text else str(tmp_path) if text is None else ""
+    code, error = fail(capsys, *command, run, *(["1"] if command == ["scale"] else []))
+    assert code in (2, 78) and words in error
+
+
 @pytest.mark.parametrize("clean", [True, False])
 def test_audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], clean: bool) -> None:
     report = SimpleNamespace(clean=clean, text=lambda: "12 trained", json=lambda: '{"trained": 12}')
@@ -374,6 +433,14 @@ def test_rings(ring_file: Path, run_path: Path, capsys: pytest.CaptureFixture[st
     assert [(ring["worker"], ring["alive"], ring["free"]) for ring in found["rings"]] == [("w0", False, 2)]
 
 
+def test_rings_beside_the_run_file(ring_file: Path, run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_path.write_text(run_path.read_text().replace(str(run_path.parent / "rings"), "rings"))
+    monkeypatch.chdir("/")
+    assert main(["rings", str(run_path)]) == 0
+    assert main(["clean", str(run_path)]) == 0
+    assert not ring_file.exists()
+
+
 def test_rings_without_any(run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, error = fail(capsys, "rings", str(run_path))
     assert code == 1 and "no rings in" in error
@@ -444,6 +511,31 @@ def test_clean_keeps_the_rings_of_a_trainer(
 
 def test_commands_are_documented() -> None:
     assert all(command.help for command in cli.cli.commands.values())
+
+
+@pytest.mark.parametrize("where", [">/dev/full 2>&1", "> >(true) 2>&1; sleep 0.1"])
+@pytest.mark.parametrize("side", ["producer.worker", "consumer.trainer"])
+def test_a_side_whose_log_cannot_be_written_goes_on(run_path: Path, tmp_path: Path, where: str, side: str) -> None:
+    """Its log lies on the disk of the checkpoints, which may be full."""
+    saved = tmp_path / "saved"
+    script = tmp_path / "side.py"
+    script.write_text(
+        f"""
+import logging, pathlib, sys, types
+from paceline.common.cli import main
+def side(*_, **__):
+    for number in range(3000):
+        print("step", number, flush=True)
+        print("to stderr", number, file=sys.stderr)
+        logging.info("logged %d", number)
+    pathlib.Path({str(saved)!r}).touch()
+    return 0
+sys.modules["paceline.{side}"] = types.SimpleNamespace(main=side)
+sys.exit(main([{side.split(".")[0]!r}, {str(run_path)!r}]))
+"""
+    )
+    subprocess.run(["bash", "-c", f"{sys.executable} {script} {where}"], check="sleep" not in where)
+    assert saved.exists()
 
 
 @pytest.mark.parametrize("command", ["producer", "consumer"])

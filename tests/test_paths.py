@@ -1,9 +1,11 @@
 """Run directories: where they are, and that they are this user's alone."""
 
+import os
 from pathlib import Path
 
 import pytest
 from paceline.common import paths
+from paceline.common.cli import main
 from paceline.common.errors import ConfigError
 from paceline.common.runfile import RunFile
 
@@ -62,6 +64,58 @@ def test_long_socket_paths_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
     with pytest.raises(ConfigError, match=r"at most 107 fit: set PACELINE_RUNTIME_DIR"):
         paths.ranks_address(run)
+
+
+def test_a_run_directory_in_use_does_not_look_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /tmp is swept: up.lock and consumer.lock would go after some days."""
+
+    def aged() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir() if path.lstat().st_mtime < 1e6)
+
+    (tmp_path / "up.lock").write_text("7\n")
+    (tmp_path / "link").symlink_to("nowhere")
+    fresh = paths.Freshness(tmp_path)
+    for hour in range(3):
+        for path in tmp_path.iterdir():
+            os.utime(path, (0, 0), follow_symlinks=False)
+        assert aged() == ["link", "up.lock"]
+        fresh.keep()
+        assert aged() == ([] if hour == 0 else ["link", "up.lock"])
+    monkeypatch.setattr(fresh, "_due", 0.0)
+    fresh.keep()
+    assert aged() == [] and (tmp_path / "up.lock").read_text() == "7\n"
+    paths.Freshness(tmp_path / "gone").keep()
+
+
+@pytest.mark.parametrize("command", ["up", "producer", "consumer"])
+def test_long_socket_paths_are_refused_first(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is read, prepared, loaded or made."""
+    path = tmp_path / "run.toml"
+    path.write_text('name = "r"\noutput = "out"\n[target]\npath = "none"\n[data]\nfiles = ["none"]\n')
+    longest = 107 - len("/r/ranks.sock") - len(str(tmp_path)) - 1
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / ("x" * (longest + 1))))
+    assert main([command, str(path)]) == 78
+    assert "has 108 bytes, at most 107 fit: set PACELINE_RUNTIME_DIR" in capsys.readouterr().err
+    assert not (tmp_path / ("x" * (longest + 1))).exists() and not (tmp_path / "out/trainer.lock").exists()
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / ("x" * longest)))
+    assert main([command, str(path)]) == 78
+    assert "107" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["up", "consumer"])
+def test_a_lock_that_cannot_be_made_is_told_by_its_file(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
+    path, locks = tmp_path / "run.toml", tmp_path / "out"
+    path.write_text('name = "r"\noutput = "out"\n[target]\npath = "none"\n[data]\nfiles = ["none"]\n')
+    locks.mkdir()
+    name = "up.lock" if command == "up" else "trainer.lock"
+    (locks / name).symlink_to("elsewhere")
+    assert main([command, str(path)]) == 78
+    assert capsys.readouterr().err == f"paceline: cannot lock {locks / name}: it is a link\n"
 
 
 def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,14 +441,17 @@ def test_a_file_that_is_no_ring_is_left_alone(path: Path, tmp_path: Path):
         open_ring(path)
 
 
-def test_records_of_another_fingerprint_are_not_dropped_in_silence(path: Path):
+def test_records_of_another_fingerprint_are_not_dropped_in_silence(path: Path, monkeypatch: pytest.MonkeyPatch):
     ring = open_ring(path)
     slot = fill(ring, 1)
     ring.close()
     other = Fingerprint({"target": "tiny", "seed": 1})
     with pytest.raises(
-        ConfigError, match=r"1 record of .*\(seed is 1 in the run file and 0 in the ring\): go back .*clean`"
+        ConfigError, match=r"1 record of .*\(seed is 1 in the run file and 0 in the ring\): go back .*clean RUN.toml`"
     ):
+        open_ring(path, fingerprint=other)
+    monkeypatch.setattr("paceline.common.ring.DEFAULT_RING_DIR", path.parent.parent)
+    with pytest.raises(ConfigError, match="`paceline clean run`"):  # of this run alone
         open_ring(path, fingerprint=other)
     reader = RingReader.open(path)
     assert reader.fingerprint == FINGERPRINT and len(ready(reader)) == 1 and not reader.probe()

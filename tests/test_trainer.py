@@ -238,6 +238,31 @@ def test_checkpoints_are_pruned_to_the_newest_and_the_best(job: Job, undisturbed
     assert len(ck.folders(job.checkpoints)) == 2
 
 
+def test_a_last_checkpoint_that_cannot_be_written_is_tried_again(job: Job, undisturbed: dict[str, float]):
+    """As on a full disk: a trainer that ended would be started again, and train the same steps anew."""
+    job.settings["checkpoint"]["every_steps"] = None
+    job.checkpoints.parent.mkdir()
+    job.checkpoints.write_text("in the way")
+    trainer, workers = job.trainer(), [job.worker(0), job.worker(1)]
+    wait_for(lambda: "only this checkpoint is missing" in trainer.output, trainer)
+    assert "was not written" in trainer.output
+    assert all(worker.poll() is None for worker in workers), "they stay until the run is safe"
+    job.checkpoints.unlink()
+    for process in (trainer, *workers):
+        ended(process, 0)
+    assert job.audit().finished and job.weight() == expected_weight(job, undisturbed)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_keeps_nobody_from_stopping(job: Job):
+    job.settings["checkpoint"]["every_steps"] = None
+    job.checkpoints.parent.mkdir()
+    job.checkpoints.write_text("in the way")
+    trainer, _ = job.trainer(), job.worker(0)
+    wait_for(lambda: "only this checkpoint is missing" in trainer.output, trainer)
+    trainer.send_signal(signal.SIGTERM)
+    assert "was not written: File exists" in ended(trainer, 1)
+
+
 def test_two_ranks_do_what_one_does(job: Job):
     """Schedule and audit do not depend on M (the toy weight does, in its last bits)."""
     job.settings["trainer"]["ranks"] = 2
@@ -493,6 +518,14 @@ def test_two_runs_with_one_output_folder(job: Job):
     job.settings["name"] = "other"
     assert f"has a trainer already: trainer of run toy (pid {first.pid})" in ended(job.trainer(), 1)
     first.terminate()
+
+
+def test_its_files_in_the_run_directory_stay_fresh(job: Job):
+    lock, status = paths.rank_lock(job.run, 7), paths.status_path(job.run)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    wait_for(status.exists, job.trainer())
+    assert lock.stat().st_mtime > 1e6
 
 
 def test_waits_for_a_rank_of_a_dead_trainer(job: Job):

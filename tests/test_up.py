@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from paceline.common import paths
+from paceline.common import paths, scale
 from paceline.common.errors import ConfigError, PacelineError
 from paceline.common.locks import FileLock
 from paceline.common.progress import PlainView
-from paceline.common.runfile import load
+from paceline.common.runfile import RunFile, load
 from paceline.common.status import run_states
 from paceline.common.telemetry import write_status
 from paceline.common.up import Child, Policy, Supervisor, Tail, up
@@ -105,8 +105,17 @@ class Noting(PlainView):
         self.text, self.file = text, file
 
     def event(self, text: str, urgent: bool = False) -> None:
+        super().event(text, urgent)
         if self.text in text:
             self.file.touch()
+
+
+def test_the_files_of_a_run_stay_fresh(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths.Freshness, "SECONDS", 0.0)
+    folder = paths.run_dir("t")
+    old = f"touch -d @0 {folder}/up.lock; until test {folder}/up.lock -nt {run_path}; do sleep 0.02; done"
+    scripts = Scripts(consumer=f"{old}; touch {finished(run_path)}", producer="exit 0")
+    assert up(run_path, command=scripts, policy=QUICK) == 0
 
 
 def test_a_trainer_without_workers_is_pointed_out(run_path: Path, tmp_path: Path) -> None:
@@ -171,15 +180,89 @@ def test_a_child_that_dies_is_started_again(run_path: Path, capfd: pytest.Captur
     assert "    oh no" in shown and "w0 started again" in shown
 
 
-def test_the_trainers_second_start_resumes_from_the_newest(run_path: Path) -> None:
-    marker = finished(run_path)
-    once = run_path.parent / "once"
-    again = f"echo $*; if test -e {once}; then touch {marker}; exit 0; fi; touch {once}; exit 1"
-    assert (
-        up(run_path, command=Scripts(consumer=again), resume="ck/step-7", policy=Policy(first_pause=0.05, leave=0)) == 0
-    )
-    first, second = log(run_path, "trainer").splitlines()
-    assert first == f"{run_path} --resume ck/step-7" and second == str(run_path)
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_chosen_checkpoint_is_for_starts_until_one_comes_up(run_path: Path, tmp_path: Path, ready: bool) -> None:
+    """A trainer that is killed before that may not have set the newer checkpoints aside yet."""
+    run, once = load(run_path), tmp_path / "once"
+    again = f"echo $*; if test -e {once}; then touch {finished(run_path)}; exit 0; fi; touch {once}; kill -9 $$"
+    command = ["/bin/sh", "-c", again, "consumer", "--resume", "ck/step-7"]
+    trainer = Child("trainer", command, tmp_path / "trainer.log", was_ready=ready)
+    policy = Policy(first_pause=0.05, leave=0)
+    assert Supervisor(run, trainer, [], PlainView(), policy=policy).run() == 0
+    first, *second = trainer.log.read_text().splitlines()
+    assert first == "--resume ck/step-7" and second == ["" if ready else "--resume ck/step-7"]
+
+
+class Broken(PlainView):
+    """Of a terminal that is gone, or of another fault."""
+
+    def __init__(self, error: Exception, after: str = "") -> None:
+        self.error, self.after = error, after
+
+    def line(self, child: str, text: str) -> None:
+        if self.after in text:
+            raise self.error
+
+    def refresh(self, children: Sequence[Child], status: object) -> None:
+        self.line("", "")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
+def test_a_run_that_cannot_be_shown_goes_on(run_path: Path, capfd: pytest.CaptureFixture[str], error: OSError) -> None:
+    w0 = run_path.parent / "out/logs/w0.log"
+    interrupted = f"trap 'echo checkpoint; exit 0' TERM; {wait_for('up', w0)}; kill -INT $PPID; {FOREVER}"
+    assert up(run_path, command=Scripts(consumer=interrupted), policy=QUICK, view=Broken(error)) == 130
+    assert log(run_path, "trainer") == "checkpoint\n"
+    [line] = capfd.readouterr().err.splitlines()
+    assert line == f"paceline: the run goes on unseen: {error.strerror}; its logs are in {w0.parent}"
+
+
+def test_a_fault_of_the_supervisor_leaves_the_trainer_time_for_its_checkpoint(run_path: Path) -> None:
+    slow = f"trap 'sleep 0.5; echo checkpoint; exit 0' TERM; echo up; {FOREVER}"
+    with pytest.raises(ZeroDivisionError):
+        up(run_path, command=Scripts(consumer=slow), policy=QUICK, view=Broken(ZeroDivisionError(), "up"))
+    assert log(run_path, "trainer") == "up\ncheckpoint\n"
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_child_that_the_system_does_not_start(
+    run_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], back: bool
+) -> None:
+    """Tried again like one that ends, and where that does not help the trainer still gets its checkpoint."""
+    program, again, w0, said = (tmp_path / name for name in ("program", "again", "w0.log", "said"))
+    program.write_text(f"#!/bin/sh\necho first; rm {program}; kill -9 $$\n")
+    again.write_text("#!/bin/sh\necho second\n")
+    script = f"trap 'echo saved; exit 0' TERM; {FOREVER}"
+    if back:
+        mended = f"until test -e {said}; do sleep 0.02; done; mv {again} {program}"
+        script = f"{mended}; {wait_for('second', w0)}; touch {finished(run_path)}"
+    for file in (program, again):
+        file.chmod(0o755)
+    trainer = Child("trainer", ["/bin/sh", "-c", script], tmp_path / "trainer.log")
+    policy = Policy(limit=1000 if back else 6, first_pause=0.05, longest_pause=0.05, leave=0)
+    view = Noting("cannot be started", said)
+    run = load(run_path)
+    assert Supervisor(run, trainer, [Child("w0", [str(program)], w0)], view, policy=policy).run() == int(not back)
+    assert f"w0 cannot be started ({program}: No such file or directory); starting it again" in capfd.readouterr().out
+    assert trainer.log.read_text() == ("" if back else "saved\n")
+
+
+def test_a_request_that_the_system_refuses_does_not_end_the_run(run_path: Path, tmp_path: Path) -> None:
+    run, answers = load(run_path), []
+    children = [Child(name, ["/bin/sh", "-c", SERVE], tmp_path / f"{name}.log") for name in ("trainer", "w0")]
+    paths.wanted_path(paths.run_dir(run.name)).mkdir()  # where nothing can be written then
+
+    class Asking(PlainView):
+        def refresh(self, children: Sequence[Child], status: object) -> None:
+            if not answers and all("up" in child.last_line for child in children):
+                answers.append(ask(b'{"do": "scale", "count": 1, "gpus": []}'))
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    supervisor = Supervisor(run, children[0], [children[1]], Asking(), make_worker=lambda index, device: children[1])
+    ask = lambda request: supervisor._control._reply(request)  # noqa: E731 - there once it runs
+    assert supervisor.run() == 0
+    assert "Is a directory" in str(answers[0]["error"])
+    assert children[0].log.read_text() == "up\nsaved\n"
 
 
 def test_a_child_that_keeps_dying_ends_the_run(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +279,31 @@ def test_a_bad_configuration_stops_all_at_once(run_path: Path, capfd: pytest.Cap
     shown = capfd.readouterr().out
     assert "no such layer" in shown and "would not help" in shown
     assert log(run_path, "trainer") == "up\nsaved\n"
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_worker_that_dies_while_the_run_file_is_edited(run_path: Path, tmp_path: Path, mended: bool) -> None:
+    """It was up, and finds a file that is not valid: the run does not end for that, unless it stays so."""
+    run, file, w0 = load(run_path), tmp_path / "edited", tmp_path / "w0.log"
+
+    def reload() -> RunFile:
+        if file.exists():
+            raise ConfigError("not TOML")
+        return run
+
+    file.touch()
+    worker = f"echo up; test -e {file} && exit 78; echo mended; exit 0"
+    trainer = f"trap 'echo saved; exit 0' TERM; {wait_for('up', w0)}; {FOREVER}"
+    if mended:
+        trainer = f"{wait_for('up', w0)}; rm {file}; {wait_for('mended', w0)}; touch {finished(run_path)}"
+    children = [
+        Child("trainer", ["/bin/sh", "-c", trainer], tmp_path / "trainer.log"),
+        Child("w0", ["/bin/sh", "-c", worker], w0, was_ready=True),
+    ]
+    policy = Policy(limit=1000 if mended else 4, first_pause=0.05, longest_pause=0.1, leave=0)
+    supervisor = Supervisor(run, children[0], children[1:], PlainView(), policy=policy, reload=reload)
+    assert supervisor.run() == int(not mended)
+    assert mended or children[0].log.read_text() == "saved\n"
 
 
 def test_nothing_starts_if_the_data_cannot_be_prepared(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +340,48 @@ def test_a_run_whose_data_are_prepared_is_shown_and_stopped_as_that(run_path: Pa
     assert text.startswith("t  preparing the data; the trainer starts after that\n")
     assert (found["state"], found["up"], found["alive"]) == ("preparing", True, False)
     assert stopped == "stopping t\nt has stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message", "words"),
+    [
+        ("ck/step-00000007", "stopping (SIGTERM)", ""),
+        ("ck/step-00000005", "disk full", "of step 7, and ck/step-00000005 stands: disk full"),
+        ("", "disk full", "of step 7, and there is none: disk full"),
+    ],
+)
+def test_stop_says_whether_the_last_steps_are_in_a_checkpoint(
+    run_path: Path, capfd: pytest.CaptureFixture[str], checkpoint: str, message: str, words: str
+) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from paceline.common.telemetry import write_status; "
+        "status = dict(state='stopped', step=7, message=sys.argv[2], updated=time.time()); "
+        "write_status(Path(sys.argv[1]), status | ({'checkpoint': sys.argv[3]} if sys.argv[3] else {}))"
+    )
+    writes = f'{sys.executable} -c "{code}" {paths.status_path(load(run_path))} "{message}" "{checkpoint}"'
+    script = run_path.parent / "consumer.sh"
+    script.write_text(f"stop() {{ {writes}; exit {int(bool(words))}; }}; trap stop TERM; echo up; {FOREVER}\n")
+    stop = f"{wait_for('up', run_path.parent / 'out/logs/trainer.log')}; {sys.executable} -m paceline.common.cli stop t"
+    looker = subprocess.Popen(["/bin/sh", "-c", stop], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        code = up(run_path, command=Scripts(consumer=f"exec sh {script}"), policy=QUICK)
+        shown, _ = looker.communicate(timeout=30)
+    finally:
+        looker.kill()
+    assert code == looker.returncode == int(bool(words)), shown
+    last = shown.splitlines()[-1]
+    assert last == (f"paceline: t has stopped, but without a checkpoint {words}" if words else "t has stopped")
+    assert not words or message in capfd.readouterr().out
+
+
+def test_stop_does_not_wait_for_the_next_supervisor(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = iter(["paceline up (pid 7)"] * 3 + ["paceline up (pid 8)"] * 20)
+    monkeypatch.setattr(scale, "held_by", lambda path: next(holders))
+    monkeypatch.setattr(scale, "ask", lambda path, request: {"said": "stopping t"})
+    paths.run_dir("t")
+    said: list[str] = []
+    scale.stop("t", said.append)
+    assert said == ["stopping t", "t has stopped"] and next(holders).endswith("8)")
 
 
 def test_a_run_whose_trainer_has_said_nothing_yet_is_starting(run_path: Path) -> None:
