@@ -42,9 +42,17 @@ def cli() -> None:
     """Train DFlash drafters for speculative decoding from a live stream of a target's hidden states."""
 
 
+def _not_empty(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """An unset shell variable is no wish for the default."""
+    if value is not None and not value.strip():
+        raise click.BadParameter("it is empty.", context, option)
+    return value
+
+
 _resume_option = click.option(
     "--resume",
     metavar="CHECKPOINT",
+    callback=_not_empty,
     help="Go on from this checkpoint. Default: the newest complete one of the run, if any.",
 )
 _run_or_instance_argument = click.argument(

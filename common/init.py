@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ConfigError, UsageError, counted
-from .runfile import parse, toml_value
+from .runfile import NAME, NAME_IN_WORDS, parse, toml_value
 
 # Rows of the target's embedding that released DFlash drafters (Qwen3) or trials (SmolLM2) mask with.
 _KNOWN_MASKS = ((r"qwen3(?!\.5)", 151669), (r"smollm2", 16))
@@ -136,8 +136,10 @@ def run_text(
     data: str = "data.jsonl",
     file: Path = Path("run.toml"),
 ) -> str:
-    """The text of run file `file`. `gpus` 0 is a CPU run, with a small drafter and short rows."""
+    """The text of run file `file`. `gpus` 0 is a CPU run, with a small drafter and short rows. UsageError."""
     shape = parse_split(split) if split else choose_split(gpus)
+    if name is not None and not re.fullmatch(NAME, name):
+        raise UsageError(f"--name {name}: {NAME_IN_WORDS}")
     name = name or default_name(target)
     mask = suggest_mask_token(target)
     gpu = gpus > 0

@@ -16,7 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from . import __version__
+from . import __version__, paths
 from .errors import ConfigError, PacelineError
 from .inspect import STATES, RingInfo
 from .status import RunState, run_states
@@ -199,6 +199,8 @@ def serve(name: str | None, ring_folder: Path, address: str, port: int, say: Cal
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         host = f"[{address}]" if ":" in address else address
+        if name is not None and not paths.find_run_dirs(name):
+            say(f"there is no run {name} here yet: its figures come once it is up")
         say(f"metrics of {name or 'every run'} on http://{host}:{httpd.server_port}/metrics")
         if not is_loopback(address):
             say("this is no loopback address: whoever reaches it can read names, rates and losses")

@@ -25,10 +25,11 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PathName = Annotated[str, Field(pattern=r"\S")]  # an empty one would be the current folder
 
-_DEVICE, _NAME = r"^(cpu|cuda(:[0-9]+)?)$", r"^[a-z0-9][a-z0-9_-]{0,47}$"
+_DEVICE, NAME = r"^(cpu|cuda(:[0-9]+)?)$", r"^[a-z0-9][a-z0-9_-]{0,47}$"
+NAME_IN_WORDS = "lower-case letters, digits, - and _, a letter or digit first, at most 48 in all"
 _PATTERNS = {  # in words
     _DEVICE: '"cpu", "cuda" or "cuda:N"',
-    _NAME: "lower-case letters, digits, - and _, a letter or digit first, at most 48 in all",
+    NAME: NAME_IN_WORDS,
 }
 DeviceName = Annotated[str, Field(pattern=_DEVICE)]
 
@@ -376,7 +377,7 @@ class LoggingSettings(Section):
 class RunFile(Section):
     """One training job."""
 
-    name: Annotated[str, Field(pattern=_NAME)] = Field(
+    name: Annotated[str, Field(pattern=NAME)] = Field(
         description="The run's name, in paths and units: lower-case letters, digits, - and _"
     )
     output: PathName = Field(description="Folder of checkpoints, metrics and logs")

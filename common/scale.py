@@ -198,8 +198,13 @@ def stop(run: str, say: Say) -> None:
         lock, before = folder / "up.lock", read_status(folder / "status.json")
         supervisor = held_by(lock)
         say(ask(paths.up_socket(folder), {"do": "stop"})["said"])
+        explain_at = time.monotonic() + PATIENCE_S
         while supervisor is not None and held_by(lock) == supervisor:  # another one may come up at once
             time.sleep(POLL_S)
+            if time.monotonic() > explain_at:
+                explain_at = float("inf")
+                doing = (read_status(folder / "status.json") or {}).get("state", "ending")
+                say(f"waiting for {supervisor}; the trainer is {doing}")
         if (status := read_status(folder / "status.json")) != before and (lost := _unsaved(status or {})):
             raise PacelineError(f"{run} has stopped, {lost}")
         say(f"{run} has stopped")

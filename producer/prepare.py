@@ -32,7 +32,7 @@ from ..common.locks import FileLock
 from ..common.paths import cache_dir, make_folder
 from ..common.record import MIN_ROW_TOKENS
 from ..common.rows import Rows, RowsWriter, check_no_others, has_scratch, read_meta, remove_scratch
-from ..common.target_info import pad_token_id
+from ..common.target_info import end_token_ids, pad_token_id
 from .chat import ChatEncoder, ChatFormat, Outline, cut_after_supervised, thinking_variables
 from .chatfiles import Chunk, check_names, read_chunks
 from .forms import Encoded, Refused
@@ -341,7 +341,8 @@ def spare_tokens(rows: Rows, info: "TargetInfo") -> dict[int, str]:
     chat = saved_format(rows.folder)
     tokenizer = Tokenizer.from_str(chat.tokenizer)
     past = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    taken = {info.bos_token_id, info.eos_token_id, pad_token_id(Path(info.path))}
+    folder = Path(info.path)
+    taken = {info.bos_token_id, info.eos_token_id, pad_token_id(folder), *end_token_ids(folder)}
     named = [text for name, text in chat.special_tokens.items() if name != "mask_token"]  # unk_token and the like
     added = sorted(tokenizer.get_added_tokens_decoder().items())
     special = [(at, token.content) for at, token in added if token.special and token.content not in named]

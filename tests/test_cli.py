@@ -124,6 +124,13 @@ def test_a_group_alone_shows_its_help(capsys: pytest.CaptureFixture[str], argume
     assert out == "" and err.startswith("Usage: paceline") and "\nCommands:\n  " in err
 
 
+def test_an_empty_checkpoint_is_not_the_newest(capsys: pytest.CaptureFixture[str], run_path: Path) -> None:
+    """As from a shell variable that is not set."""
+    for command in ("up", "consumer"):
+        assert main([command, str(run_path), "--resume", ""]) == 2
+        assert "'--resume': it is empty" in capsys.readouterr().err
+
+
 def test_every_number_is_finite(capsys: pytest.CaptureFixture[str]) -> None:
     floats = [
         (name, option) for name, option in options() if isinstance(option.type, (click.FloatRange, type(click.FLOAT)))
@@ -326,7 +333,7 @@ def test_init(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert main(["init", "my.toml", "--target", "t", "--gpus", "0", "--force"]) == 0
     assert "set drafter.mask_token_id" in capsys.readouterr().out
     code, error = fail(capsys, "init", "bad.toml", "--target", "t", "--name", "No Good")
-    assert code == 78 and not Path("bad.toml").exists()
+    assert code == 2 and not Path("bad.toml").exists()
 
 
 def test_init_elsewhere_keeps_paths_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,6 +284,8 @@ def test_init_with_a_chosen_split(tmp_path: Path) -> None:
     assert run.drafter.mask_token_id is None and "# mask_token_id" in text
     with pytest.raises(UsageError, match=r"^--split 6:2: give it as WORKERS-RANKS"):
         run_text("t", 8, split="6:2")
+    with pytest.raises(UsageError, match=r"^--name Mine: lower-case letters, digits"):
+        run_text("t", 8, name="Mine")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from paceline.common.fingerprint import Fingerprint
 from paceline.common.ring import Ring
 from paceline.common.runfile import RunFile, to_toml
 from paceline.common.scale import Wanted
+from paceline.common.telemetry import write_status
 from paceline.consumer import checkpoint as ck
 from paceline.consumer.audit import audit
 from paceline.consumer.trainer import rank_devices
@@ -314,6 +315,20 @@ def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     for odd in (None, "5", ["5"], [-1], [True], {}):
         with pytest.raises(UsageError):
             scale.gpu_devices(odd, 9)
+
+
+def test_a_stop_that_takes_long_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = iter(["paceline up of run r (pid 7)"] * 4 + [None] * 9)
+    monkeypatch.setattr(scale, "_supervised", lambda run: tmp_path)
+    monkeypatch.setattr(scale, "held_by", lambda path: next(holders))
+    monkeypatch.setattr(scale, "ask", lambda *_: {"said": "stopping r"})
+    monkeypatch.setattr(scale, "POLL_S", 0.0)
+    monkeypatch.setattr(scale, "PATIENCE_S", -1.0)
+    write_status(tmp_path / "status.json", {"state": "saving", "updated": 1.0})
+    said = []
+    scale.stop("r", said.append)
+    waits = "waiting for paceline up of run r (pid 7); the trainer is saving"
+    assert said == ["stopping r", waits, "r has stopped"]
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, number: int, **workers: Any) -> RunFile:
