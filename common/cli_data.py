@@ -348,6 +348,10 @@ def _show_prepared(report: "PrepareReport", weights: Sequence[float] = ()) -> No
     click.echo(
         f"{report.tokens:,} tokens, {report.supervised:,} ({share}) supervised; {counted(report.cut, 'row')} cut"
     )
+    if report.copies:
+        click.echo(
+            f"{counted(report.copies, 'row')} the same as an earlier one: what is held out may be trained on too"
+        )
     weights = weights or [1.0] * len(report.files)
     if len(report.files) > 1 or weights != [1.0]:
         for file, weight in zip(report.files, weights, strict=True):

@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import shutil
+from array import array
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -187,6 +188,7 @@ class RowsWriter:
         self._pending: list[Row] = []
         self._digest = hashlib.sha256()
         self._used = np.zeros(1 << 18, bool)  # by token id; grows
+        self._hashes = array("Q")  # of each row's tokens: 64 bits, so that a million rows are told apart
         self.rows = self.tokens = self.supervised = 0
 
     def __enter__(self) -> "RowsWriter":
@@ -214,8 +216,10 @@ class RowsWriter:
         offsets = _to_arrow(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
         columns = [pa.LargeListArray.from_arrays(offsets, _to_arrow(values)) for values in (tokens, mask)]
         self._writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
-        for array in (lengths, tokens, mask):
-            self._digest.update(array.tobytes())
+        for values in (lengths, tokens, mask):
+            self._digest.update(values.tobytes())
+        for row in np.split(tokens, np.cumsum(lengths)[:-1]):
+            self._hashes.append(int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little"))
         if (bound := int(tokens.max()) + 1) > len(self._used):
             self._used = np.concatenate([self._used, np.zeros(bound, bool)])
         self._used[tokens] = True
@@ -233,7 +237,8 @@ class RowsWriter:
     def finish(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Complete the folder, of one row at least, and put it in place, replacing an earlier one.
 
-        Returns `meta` with version, rows, tokens, supervised, vocab_bound and digest (SHA-256 of the rows alone) added.
+        Returns `meta` with version, rows, copies (rows whose tokens are an earlier one's), tokens, supervised,
+        vocab_bound and digest (SHA-256 of the rows alone) added.
         """
         if self._pending:
             self._flush()
@@ -247,6 +252,7 @@ class RowsWriter:
         meta = meta | {
             "version": ROWS_VERSION,
             "rows": self.rows,
+            "copies": self.rows - len(np.unique(np.frombuffer(self._hashes, np.uint64))),
             "tokens": self.tokens,
             "supervised": self.supervised,
             "vocab_bound": int(used[-1]) + 1,

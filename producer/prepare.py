@@ -67,7 +67,7 @@ class PrepareReport:
     files: each one's part, in their order, which is that of the rows.
     dropped: rows, or whole conversations, by reason. examples: a few of each, as "file:line: reason (detail)".
     cut: rows kept that were longer than max_length. tokens, supervised: of the rows kept.
-    cached: they had been prepared before.
+    copies: rows kept whose tokens are those of an earlier one. cached: they had been prepared before.
     """
 
     folder: Path
@@ -80,6 +80,7 @@ class PrepareReport:
     dropped: dict[str, int]
     examples: list[str]
     cached: bool
+    copies: int = 0
 
 
 @dataclass
@@ -291,6 +292,7 @@ def _report(folder: Path, meta: Mapping[str, Any], paths: Sequence[Path], *, cac
         dropped=meta["dropped"],
         examples=meta["examples"],
         cached=cached,
+        copies=meta.get("copies", 0),
     )
 
 

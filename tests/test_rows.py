@@ -46,6 +46,14 @@ def test_rows_come_back_as_written(tmp_path, count):
             rows.row(outside)
 
 
+def test_copies_are_counted(tmp_path):
+    """Of the tokens, whatever is supervised, and across the writer's batches."""
+    made = make_rows(ROWS_PER_BATCH + 20)
+    assert Rows.open(write(tmp_path / "rows", made)).meta["copies"] == 0
+    again = [made[0], (made[1][0], 1 - made[1][1]), made[0]]
+    assert Rows.open(write(tmp_path / "more", [*made, *again])).meta["copies"] == 3
+
+
 def test_used_tokens(tmp_path):
     rows = Rows.open(write(tmp_path / "rows", [(np.array([5, 3] * 4, np.int32), np.ones(8, np.uint8))]))
     assert rows.used_tokens.tolist() == [3, 5]

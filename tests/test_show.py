@@ -70,6 +70,15 @@ def test_what_was_made_is_told(files, target, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[0].endswith("(prepared before)")
 
 
+def test_copies_are_told(files, target, capsys):
+    """What a run holds out may then be among what it trains on."""
+    assert main(["prepare", str(files[0]), str(files[0]), "--target", target]) == 0
+    said = "2 rows the same as an earlier one: what is held out may be trained on too"
+    assert capsys.readouterr().out.splitlines()[2] == said
+    assert main(["prepare", str(files[0]), "--target", target]) == 0
+    assert "the same as" not in capsys.readouterr().out
+
+
 def test_a_run_of_weighted_files(files, target, tiny_target_dir, tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text(
