@@ -93,7 +93,9 @@ def test_long_socket_paths_are_refused_first(
 ) -> None:
     """Before anything is read, prepared, loaded or made."""
     path = tmp_path / "run.toml"
-    path.write_text('name = "r"\noutput = "out"\n[target]\npath = "none"\n[data]\nfiles = ["none"]\n')
+    path.write_text(
+        'name = "r"\noutput = "out"\n[target]\npath = "none"\n[data]\nfiles = ["none"]\n[drafter]\nmask_token_id = 1\n'
+    )
     longest = 107 - len("/r/ranks.sock") - len(str(tmp_path)) - 1
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / ("x" * (longest + 1))))
     assert main([command, str(path)]) == 78
@@ -110,7 +112,9 @@ def test_a_lock_that_cannot_be_made_is_told_by_its_file(
 ) -> None:
     monkeypatch.setenv("PACELINE_RUNTIME_DIR", str(tmp_path / "rt"))
     path, locks = tmp_path / "run.toml", tmp_path / "out"
-    path.write_text('name = "r"\noutput = "out"\n[target]\npath = "none"\n[data]\nfiles = ["none"]\n')
+    path.write_text(
+        'name = "r"\noutput = "out"\n[target]\npath = "none"\n[data]\nfiles = ["none"]\n[drafter]\nmask_token_id = 1\n'
+    )
     locks.mkdir()
     name = "up.lock" if command == "up" else "trainer.lock"
     (locks / name).symlink_to("elsewhere")

@@ -147,10 +147,14 @@ class FullDisk(SumLearner):
 
     fails = 1
 
+    def on_full(self) -> None:
+        pass
+
     def snapshot(self) -> ck.Write:
         write, self.fails = super().snapshot(), self.fails - 1
 
         def full(folder: Path) -> None:
+            self.on_full()
             raise OSError(errno.ENOSPC, "No space left on device")
 
         return full if self.fails >= 0 else write
@@ -168,8 +172,9 @@ def test_a_boundary_whose_write_failed_is_written_again_at_the_end(tmp_path: Pat
     assert [(one.step, one.path is None) for one in loop.written] == [(2, True), (2, False)]
 
 
-def test_a_last_checkpoint_that_cannot_be_written_ends_in_an_error_and_workers_stay(tmp_path: Path):
-    loop = Loop(tmp_path, FullDisk(), max_steps=2)
+def test_a_last_checkpoint_that_cannot_be_written_before_a_stop_is_an_error_and_workers_stay(tmp_path: Path):
+    loop = Loop(tmp_path, learner := FullDisk(), max_steps=2)
+    learner.on_full = lambda: setattr(loop.flag, "requested", signal.SIGTERM)
     with pytest.raises(ck.CheckpointError, match="No space left"):
         loop.train()
     assert loop.source.told[-1].number == 1, "the last evaluation is not told, so that no worker leaves"
