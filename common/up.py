@@ -6,7 +6,7 @@ log after it: a supervisor that is stopped or killed never blocks a child or bre
 
     exit 0              the trainer: the run is over, workers leave or are sent SIGTERM; a worker: it left
     exit 2, 78          wrong use or configuration: everything stops with that code; the child's lines say why. But a
-                        child that was up and dies while the run file is not valid, being edited, is started again
+                        child that was up and dies while the run file is being edited is started again
     anything else       started again after a pause, at most `Policy.limit` times in `Policy.window` seconds, and fewer
                         times if it always ends by itself right after its start
     Ctrl-C, SIGTERM     the trainer is told first and writes a checkpoint; a second Ctrl-C kills
@@ -454,6 +454,7 @@ class Supervisor:
         if (new.name, new.output) != (old.name, old.output) or paths.ring_dir(new) != paths.ring_dir(old):
             raise ConfigError("name, output and stream.ring_dir of a live run must stay as they are: stop it first")
         check_ranks(assign_devices(new, avoid=self.wanted.devices.values()).ranks)
+        self.run_file = new
         pid = self.trainer.pid if self.trainer.state == "running" else None
         if pid is not None and self._again_by is None:  # else it is about to be started anyway
             self._again_by = time.monotonic() + self.policy.stop
@@ -528,7 +529,7 @@ class Supervisor:
                 self._alone_at = time.monotonic() + self.policy.leave
         elif code in _FATAL and child.extra and not child.was_ready:
             self._give_up(child, how_it_ended(code))
-        elif code in _FATAL and child.was_ready and self._file_is_wrong():
+        elif code in _FATAL and child.was_ready and self._edited(child):
             self._failed(child, how_it_ended(code))
         elif code in _FATAL or child is self.prepare:
             self._show_failure(child, f"{child.name} {how_it_ended(code)}")
@@ -539,12 +540,13 @@ class Supervisor:
             quick = code > 0 and not child.was_ready and time.time() - child.started < self.policy.quick
             self._failed(child, how_it_ended(code), quick)
 
-    def _file_is_wrong(self) -> bool:
+    def _edited(self, child: Child) -> bool:
+        """Whether the run file is not valid now; or, for a worker, not what the trainer goes by: it may be another
+        run's already, whose rings are others."""
         try:
-            self._reload()
+            return self._reload() != self.run_file and child is not self.trainer
         except PacelineError:
             return True
-        return False
 
     def _ended_while_stopping(self, child: Child, code: int) -> None:
         child.state = "stopped"

@@ -110,6 +110,11 @@ def test_workers_are_added_where_gpus_are_idle(live: Live, capsys: pytest.Captur
     live.start(LIVE_WORKER={"seconds": 0.03})
     live.wait_for(lambda: any(ring.worker == "w1" and ring.alive for ring in live.rings()))
     assert "--device cuda:2" in Path(f"/proc/{live.pids()['w1']}/cmdline").read_text().replace("\0", " ")
+    live.settings["trainer"]["devices"] = ["cuda:3"]
+    live.path.write_text(to_toml(live.run))
+    assert main(["restart", str(live.path)]) == 0, live.log()
+    said = scaled(live, 3, capsys)
+    assert "w2 is ready on cuda:1 (pid " in said, "the rank is where the run file says now"
     stopped(live, capsys)
 
 

@@ -281,15 +281,21 @@ def test_a_bad_configuration_stops_all_at_once(run_path: Path, capfd: pytest.Cap
     assert log(run_path, "trainer") == "up\nsaved\n"
 
 
+@pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("mended", [True, False])
-def test_a_worker_that_dies_while_the_run_file_is_edited(run_path: Path, tmp_path: Path, mended: bool) -> None:
-    """It was up, and finds a file that is not valid: the run does not end for that, unless it stays so."""
+def test_a_worker_that_dies_while_the_run_file_is_edited(
+    run_path: Path, tmp_path: Path, mended: bool, valid: bool
+) -> None:
+    """It was up, and finds a file that is not valid or another run's: this one does not end for that, unless it stays
+    so."""
     run, file, w0 = load(run_path), tmp_path / "edited", tmp_path / "w0.log"
 
     def reload() -> RunFile:
-        if file.exists():
+        if not file.exists():
+            return run
+        if not valid:
             raise ConfigError("not TOML")
-        return run
+        return run.model_copy(update={"stream": run.stream.model_copy(update={"token_budget": 77})})
 
     file.touch()
     worker = f"echo up; test -e {file} && exit 78; echo mended; exit 0"
