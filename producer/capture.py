@@ -294,20 +294,22 @@ def prepare(run: RunFile, device: str) -> None:
     """What comes before a target is loaded: threads are set, a device that cannot run it is refused. ConfigError."""
     if run.workers.threads:
         torch.set_num_threads(run.workers.threads)
-    _check_device(device)
+    check_device(device)
     if run.target.fp8:
         check_fp8(device)
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """ConfigError if torch cannot use it. Else it is the process's current one, if it is a GPU."""
+    what = "a worker's device (workers.devices, --device)"
     try:
         wanted = torch.device(device)
     except RuntimeError:
-        raise ConfigError(f"workers.devices: there is no device {device!r}") from None
+        raise ConfigError(f"{what}: there is no {device!r}") from None
     if wanted.type == "cuda":
         count = torch.cuda.device_count()
         if (wanted.index or 0) >= count:
-            raise ConfigError(f"workers.devices: {device} is not there; this process sees {counted(count, 'GPU')}")
+            raise ConfigError(f"{what}: {device} is not there; this process sees {counted(count, 'GPU')}")
         torch.cuda.set_device(wanted)
     elif wanted.type != "cpu":
-        raise ConfigError(f"workers.devices: {device} is neither cuda nor cpu")
+        raise ConfigError(f"{what}: {device} is neither cuda nor cpu")

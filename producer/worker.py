@@ -35,7 +35,7 @@ import zmq
 from ..common import faults, paths
 from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
-from ..common.devices import assign_devices, device_label
+from ..common.devices import assign_devices, device_label, gpu_count
 from ..common.drops import lost
 from ..common.errors import ConfigError, PacelineError, counted
 from ..common.fingerprint import Fingerprint, run_fingerprint
@@ -145,6 +145,10 @@ def _serve(run: RunFile, index: int, device: str | None, source: StateSource | N
         )
     spec = RecordSpec.of(run, info, layer_ids, run_fingerprint(run, rows, info, layer_ids))
     device = device or assign_devices(run, workers=index + 1).workers[index]
+    if source is None and device != "cpu" and int(device.partition(":")[2] or 0) >= gpu_count():
+        from .capture import check_device
+
+        check_device(device)  # before there is a ring that nobody removes
     if run.stream.numa == "auto" and (placed := bind_near(device)):  # before the ring's pages are touched
         log.info("%s: %s", name, placed)
     budget = run.stream.token_budget

@@ -264,6 +264,16 @@ def test_a_finished_run_needs_no_worker(run):
     assert not ring_path(run).exists()
 
 
+def test_a_device_that_is_not_there_is_refused_before_there_is_a_ring(run, tiny_target_dir, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("paceline.producer.worker.gpu_count", lambda: 0)
+    info = {"target": run.target.model_copy(update={"path": str(tiny_target_dir), "layer_ids": [0, 1]})}
+    monkeypatch.setattr("paceline.producer.worker.prepared_rows", lambda *_: Rows.open(run.data.rows))
+    with pytest.raises(ConfigError, match=r"\(workers\.devices, --device\): cuda:3 is not there; .* sees 2 GPUs"):
+        worker_module.main(run.model_copy(update=info), 99, device="cuda:3")
+    assert not Path(run.stream.ring_dir).exists()
+
+
 def test_a_run_that_was_finished_by_other_limits_is_not_finished(run, feed):
     """Its trainer may be slower to start, and removes the marker only then."""
     mark_finished(run, 5)
