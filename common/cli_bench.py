@@ -80,6 +80,28 @@ _profile_option = click.option(
 )
 
 
+_layers_option = click.option(
+    "--layers", type=click.IntRange(min=1), default=5, show_default=True, help="Draft layers."
+)
+_block_option = click.option(
+    "--block-size", type=click.IntRange(min=2), default=16, show_default=True, help="Slots in a block."
+)
+_anchors_option = click.option(
+    "--anchors-per-token",
+    type=Number(min=0, min_open=True, max=1),
+    default=0.25,
+    show_default=True,
+    help="Anchors drawn per supervised token; in `step` of chat rows.",
+)
+_micro_option = click.option(
+    "--micro-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Context tokens in a micro-batch; in `step` of chat rows.",
+)
+
+
 def _check_profile(folder: str | None) -> None:
     if folder is not None:
         make_folder(Path(folder), "--profile: ", writable=True)
@@ -108,22 +130,10 @@ def _check_profile(folder: str | None) -> None:
 @click.option(
     "--max-length", type=click.IntRange(min=1), default=3072, show_default=True, help="Longest row in tokens."
 )
-@click.option(
-    "--anchors-per-token",
-    type=Number(min=0, min_open=True, max=1),
-    default=0.25,
-    show_default=True,
-    help="Anchors drawn per supervised token.",
-)
-@click.option("--layers", type=click.IntRange(min=1), default=5, show_default=True, help="Draft layers.")
-@click.option("--block-size", type=click.IntRange(min=2), default=16, show_default=True, help="Slots in a block.")
-@click.option(
-    "--micro-tokens",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="Context tokens in a micro-batch.",
-)
+@_anchors_option
+@_layers_option
+@_block_option
+@_micro_option
 @click.option("--slots", type=click.IntRange(min=1), default=4, show_default=True, help="Slots in each ring.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help="Folder.")
 @click.option("--live", is_flag=True, help="One run, changed from each topology to the next while it runs.")
@@ -180,7 +190,7 @@ def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--length", type=click.IntRange(min=32), help="Tokens of a full row."),
             click.option("--seconds", type=Number(min=0), help="Of each arm, ten repetitions at least."),
             click.option("--steps", type=click.IntRange(min=1), help="Repetitions of each arm, instead of --seconds."),
-            click.option("--layers", type=click.IntRange(min=1), default=5, show_default=True, help="Draft layers."),
+            _layers_option,
             _profile_option,
             set_option,
             json_option,
@@ -204,21 +214,9 @@ def _part_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--rows", type=click.IntRange(min=1), help="Full rows in a step.  [default: 4, on a CPU 1]")
 @click.option("--anchors", type=click.IntRange(min=1), help="Blocks in a full row.  [default: 512, on a CPU 16]")
-@click.option(
-    "--anchors-per-token",
-    type=Number(min=0, min_open=True, max=1),
-    default=0.25,
-    show_default=True,
-    help="Of chat rows.",
-)
-@click.option("--block-size", type=click.IntRange(min=2), default=16, show_default=True, help="Slots in a block.")
-@click.option(
-    "--micro-tokens",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="Context tokens in a micro-batch of chat rows.",
-)
+@_anchors_option
+@_block_option
+@_micro_option
 def bench_step(**options: Any) -> None:
     """The drafter's step, against the matmul rate."""
     from .bench_parts import StepOptions

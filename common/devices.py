@@ -110,6 +110,13 @@ def check_ranks(ranks: Sequence[str]) -> None:
             )
 
 
+def rank_devices(run: "RunFile", avoid: Iterable[str] = ()) -> list[str]:
+    """`assign_devices`' of the ranks. ConfigError for two on a GPU."""
+    ranks = assign_devices(run, avoid=avoid).ranks
+    check_ranks(ranks)
+    return ranks
+
+
 def spare_devices(run: "RunFile", taken: Iterable[str], gpus: int | None = None) -> list[str]:
     """Where further workers of a live run go, as long as there are any: GPUs that no rank and none of its workers have.
 

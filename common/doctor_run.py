@@ -5,7 +5,6 @@ Needs neither torch nor transformers: the target's shape is read from its config
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -173,7 +172,7 @@ def _start(run: "RunFile") -> Iterator[Check]:
 
 
 def _devices(run: "RunFile", torch: Mapping[str, Any]) -> Iterator[Check]:
-    from .devices import assign_devices, shard_devices
+    from .devices import assign_devices, check_ranks, shard_devices
 
     devices = assign_devices(run)
     used = [*devices.ranks, *(name for first in devices.workers for name in shard_devices(run, first))]
@@ -183,9 +182,11 @@ def _devices(run: "RunFile", torch: Mapping[str, Any]) -> Iterator[Check]:
     if numbers and "error" not in torch and max(numbers) >= seen:
         text = f"{split}: torch sees {counted(seen, 'GPU')}"
         yield Check("devices", "FAIL", text, "correct workers.devices and trainer.devices, or CUDA_VISIBLE_DEVICES")
-    elif any(name != "cpu" and count > 1 for name, count in Counter(devices.ranks).items()):
-        todo = "lower trainer.ranks, or give each rank a GPU (trainer.devices)"
-        yield Check("devices", "FAIL", f"{split}: a GPU takes one rank", todo)
+        return
+    try:
+        check_ranks(devices.ranks)
+    except ConfigError as error:
+        yield failed("devices", error)
     else:
         yield Check("devices", "OK", split)
 

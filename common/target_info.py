@@ -18,7 +18,6 @@ from .runfile import RunFile
 EDGE = 1 << 20  # bytes hashed at either end of a weight file
 CONVERTED = "paceline.json"  # what a folder that paceline made says of itself: identity, "weights": "random"
 WEIGHTS = ("*.safetensors", "*.bin")
-NO_MASK_TOKEN = "drafter.mask_token_id is not set: `paceline prepare RUN.toml` names tokens that the data never use"
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -280,6 +279,11 @@ def resolve_layer_ids(run: RunFile, info: TargetInfo) -> list[int]:
 # The mask token
 
 
+def no_mask_token(run_file: str = "RUN.toml") -> ConfigError:
+    told = f"`paceline prepare {run_file}` names tokens that the data never use"
+    return ConfigError(f"drafter.mask_token_id is not set: {told}")
+
+
 def check_mask_token(
     mask_token_id: int | None,
     info: TargetInfo,
@@ -297,7 +301,7 @@ def check_mask_token(
     """
     advice = "choose a reserved or unused token of the tokenizer, one that the chat template never writes"
     if mask_token_id is None:
-        raise ConfigError(NO_MASK_TOKEN)
+        raise no_mask_token()
     what = f"drafter.mask_token_id = {mask_token_id}"
     if not 0 <= mask_token_id < info.vocab_size:
         raise ConfigError(f"{what} is outside the target's {info.vocab_size} embedding rows: {advice}")
@@ -310,11 +314,18 @@ def check_mask_token(
     return mask_token_id
 
 
+def check_target_mask_token(
+    mask_token_id: int | None, info: TargetInfo, used_token: Callable[[int], bool] | None
+) -> int:
+    """`check_mask_token` by the tokens that the target's folder names."""
+    pad, end = pad_token_id(Path(info.path)), end_token_ids(Path(info.path))
+    return check_mask_token(mask_token_id, info, pad_token_id=pad, end_token_ids=end, used_token=used_token)
+
+
 def check_run_mask_token(run: RunFile, info: TargetInfo, used_token: Callable[[int], bool]) -> None:
-    """`check_mask_token` of a run's setting, which may be left out where a drafter to start from has its own."""
+    """`check_target_mask_token` of a run's setting, which may be left out where a drafter to start from has its own."""
     if run.drafter.mask_token_id is not None or run.drafter.needs_mask_token:
-        pad, end = pad_token_id(Path(info.path)), end_token_ids(Path(info.path))
-        check_mask_token(run.drafter.mask_token_id, info, pad_token_id=pad, end_token_ids=end, used_token=used_token)
+        check_target_mask_token(run.drafter.mask_token_id, info, used_token)
 
 
 def pad_token_id(folder: Path) -> int | None:

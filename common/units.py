@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from .devices import assign_devices, check_ranks, installed_gpus
+from .devices import installed_gpus, rank_devices
 from .errors import ConfigError, PacelineError, UsageError, counted
 from .runfile import RunFile, load
 from .scale import Wanted, place, retire, shared
@@ -370,7 +370,7 @@ def restart_trainer(run_name: str, *, say: Say = print) -> None:
     """
     need_root("restart")
     run = load(CONFIG_DIR / f"{run_name}.toml")
-    check_ranks(assign_devices(run, avoid=given_devices(run_name)).ranks)
+    rank_devices(run, given_devices(run_name))
     trainer = trainer_unit(run_name)
     say(f"{trainer} restarts")
     systemctl("restart", trainer)

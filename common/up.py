@@ -40,13 +40,13 @@ from typing import Any, Protocol
 
 from . import paths
 from .control import Control, ReadySocket
-from .devices import assign_devices, check_ranks, gpu_count
+from .devices import gpu_count, rank_devices
 from .errors import ConfigError, PacelineError, UsageError, counted, how_it_ended
 from .finished import clear_finished
 from .locks import FileLock, held_by
 from .runfile import RunFile, load
 from .scale import Wanted, gpu_devices, place, retire, retire_dead, shared, worker_index
-from .target_info import NO_MASK_TOKEN
+from .target_info import no_mask_token
 from .telemetry import STALE_SECONDS, Status, read_status
 
 TRAINER = "trainer"
@@ -453,7 +453,7 @@ class Supervisor:
         new, old = self._reload(), self.run_file
         if (new.name, new.output) != (old.name, old.output) or paths.ring_dir(new) != paths.ring_dir(old):
             raise ConfigError("name, output and stream.ring_dir of a live run must stay as they are: stop it first")
-        check_ranks(assign_devices(new, avoid=self.wanted.devices.values()).ranks)
+        rank_devices(new, self.wanted.devices.values())
         self.run_file = new
         pid = self.trainer.pid if self.trainer.state == "running" else None
         if pid is not None and self._again_by is None:  # else it is about to be started anyway
@@ -726,7 +726,7 @@ def up(
 
     run = load(run_path, overrides)
     if run.drafter.needs_mask_token:
-        raise ConfigError(NO_MASK_TOKEN.replace("RUN.toml", str(run_path)))
+        raise no_mask_token(str(run_path))
     arguments = [str(run_path), *(part for text in overrides for part in ("--set", text))]
     logs = _log_folder(run)
     with contextlib.ExitStack() as held:
@@ -753,7 +753,7 @@ def up(
             return made
 
         wanted = Wanted.read(paths.run_dir(run.name), run.workers.count)
-        check_ranks(assign_devices(run, avoid=wanted.devices.values()).ranks)  # it would be found out after the data
+        rank_devices(run, wanted.devices.values())  # it would be found out after the data
         trainer = child(TRAINER, "consumer", *(("--resume", resume) if resume else ()))
         workers = [worker(index, wanted.devices.get(index)) for index in range(wanted.count)]
         view = view or make_view(run, plain)

@@ -35,10 +35,10 @@ def describe(run: RunFile) -> RunFacts:
     """
     from ..common.dataset import prepared_rows
     from ..common.fingerprint import run_fingerprint
-    from ..common.target_info import NO_MASK_TOKEN, check_run_mask_token, resolve_layer_ids, target_info
+    from ..common.target_info import check_run_mask_token, no_mask_token, resolve_layer_ids, target_info
 
     if run.drafter.needs_mask_token:  # before all that takes time
-        raise ConfigError(NO_MASK_TOKEN)
+        raise no_mask_token()
     rows = prepared_rows(run)
     info = target_info(run.target.path, run.target.trust_remote_code)
     layer_ids = list(resolve_layer_ids(run, info))

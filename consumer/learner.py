@@ -31,7 +31,7 @@ from ..common.footprint import HEAD_CHUNK
 from ..common.loading import FrozenHead, as_dtype, compute_dtype
 from ..common.record import FP8, RecordMeta
 from ..common.runfile import RunFile
-from ..common.target_info import TargetInfo, check_mask_token, end_token_ids, pad_token_id
+from ..common.target_info import TargetInfo, check_target_mask_token
 from .anchors import Positions, draw_anchors
 from .blocks import Blocks, Prepared, attention, default_gamma, pack_blocks, to_device
 from .chains import accept_everywhere, run_chains
@@ -569,11 +569,7 @@ def build_learner(
         torch.cuda.set_device(device)  # page-locking and compiled kernels use the current device
     dtype = drafter_dtype(run.trainer.dtype, device)
     drafter = first_drafter(run, info, layer_ids, resumed)
-    mask = drafter.config.mask_token_id
-    folder = Path(info.path)
-    check_mask_token(
-        mask, info, pad_token_id=pad_token_id(folder), end_token_ids=end_token_ids(folder), used_token=used_token
-    )
+    check_target_mask_token(drafter.config.mask_token_id, info, used_token)
     trusted = run.target.trust_remote_code
     head = FrozenHead.load(info.path, dtype=dtype, device=device, trust_remote_code=trusted)
     return kind(run, drafter, head, device=device, dtype=dtype)

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common import faults, paths
+from ..common import devices, faults, paths
 from ..common.batch import Kind
-from ..common.devices import assign_devices, check_ranks
 from ..common.errors import ConfigError, PacelineError, counted
 from ..common.fingerprint import Fingerprint
 from ..common.finished import clear_finished, mark_finished
@@ -113,7 +112,7 @@ def main(
             with flag.interruptible():
                 _claim(run, stack)
                 notify("STATUS=looking at data, target and checkpoint")
-                rank_devices(run)
+                places = rank_devices(run)
                 start = _prepare(run, resume, describe)
         except StopRequested:
             notify("STOPPING=1")
@@ -125,7 +124,7 @@ def main(
             notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
             return 0
         faults.point("trainer.resumed")
-        return Trainer(run, start, flag).run(rank_command)
+        return Trainer(run, start, places, flag).run(rank_command)
 
 
 def _stopped(flag: StopFlag) -> int:
@@ -155,9 +154,7 @@ class Start:
 def rank_devices(run: RunFile) -> list[str]:
     """Where the ranks go: by the run file, else on GPUs that no worker has. ConfigError for two on a GPU."""
     added = Wanted.read(paths.run_dir(run.name), run.workers.count).devices.values()
-    ranks = assign_devices(run, avoid=[*added, *given_devices(run.name)]).ranks
-    check_ranks(ranks)
-    return ranks
+    return devices.rank_devices(run, [*added, *given_devices(run.name)])
 
 
 def _claim(run: RunFile, stack: ExitStack) -> None:
@@ -270,8 +267,9 @@ def _remove_stores(run: RunFile) -> None:
 class Trainer:
     """Feed and ranks of one trainer incarnation, from their start to their end."""
 
-    def __init__(self, run: RunFile, start: Start, flag: StopFlag):
-        self._run, self._start, self._flag = run, start, flag
+    def __init__(self, run: RunFile, start: Start, places: Sequence[str], flag: StopFlag):
+        """places: the device of each rank."""
+        self._run, self._start, self._places, self._flag = run, start, places, flag
         self._incarnation = secrets.randbits(62) + 1
         self._ranks = RankSet()
         self._kill_at: float | None = None  # when ranks that should stop are killed
@@ -310,7 +308,7 @@ class Trainer:
                 status_path=paths.status_path(run),
             )
             self._progress.status["ring_dir"] = str(paths.ring_dir(run))
-            self._progress.status["gpus"] = any(device != "cpu" for device in assign_devices(run).ranks)
+            self._progress.status["gpus"] = any(device != "cpu" for device in self._places)
             if start.checkpoint is not None:
                 self._progress.status["checkpoint"] = str(start.checkpoint)
             feeder.start()
@@ -337,7 +335,7 @@ class Trainer:
 
     def _jobs(self) -> list[RankJob]:
         run, facts = self._run, self._start.facts
-        devices, folder = rank_devices(run), paths.run_dir(run.name)
+        folder = paths.run_dir(run.name)
         _remove_stores(run)
         store = folder / f"group-{self._incarnation:016x}"
         return [
@@ -346,7 +344,7 @@ class Trainer:
                 run_id=self._start.run_id,
                 rank=rank,
                 world=run.trainer.ranks,
-                device=devices[rank],
+                device=self._places[rank],
                 trainer=self._incarnation,
                 parent=os.getpid(),
                 reports=-1,

@@ -21,6 +21,7 @@ from paceline.common.footprint import ring_bytes
 from paceline.common.locks import FileLock
 from paceline.common.record import max_rows, slot_bytes
 from paceline.common.ring import Ring
+from paceline.common.runfile import load
 
 NO_GPU = {"version": "2.13.0", "cuda": None, "available": False, "gpus": []}
 ROOT = Path(__file__).parents[1]
@@ -320,6 +321,12 @@ def test_a_run_that_does_not_fit(
     monkeypatch.chdir(run_path.parent)
     checks = [check for check in of_run(run_path, *overrides) if check.level == "FAIL"]
     assert [check.name for check in checks] == [name] and text in checks[0].text
+
+
+def test_two_ranks_on_a_gpu(run_path: Path) -> None:
+    run = load(run_path, ["trainer.ranks=2", "trainer.devices=['cuda:1']"])
+    (check,) = doctor_run._devices(run, {"gpus": ["a", "b"]})
+    assert check.level == "FAIL" and "cuda:1 would have 2 of them" in check.text
 
 
 def test_a_target_without_weights(run_path: Path) -> None:
