@@ -1,7 +1,7 @@
 """What more trainer ranks bring, fed from recorded states: no target runs, so every GPU can have a rank.
 
     python benchmarks/two_ranks.py RUN.toml --out FOLDER [--ranks 1 --ranks 2] [--steps 40] [--batches 16]
-                                   [--states FOLDER] [--workers 4] [--set key=value]
+                                   [--states FOLDER] [--workers 4] [--control] [--set key=value]
 
 First a run of one worker and one rank trains one epoch of `--batches` batches of the run file's data and records their
 states (stream.record_to; FOLDER/states, or `--states`, of which /dev/shm is the fastest). What is recorded already is
@@ -11,6 +11,11 @@ each step must be the same but for the order in which gradients are added up.
 
 Rates are of whole steps after the first `--warm-steps`; a step that ends an epoch with fewer batches does not count.
 Exit code 1: a loss differs by more than `--tolerance`, relatively. Writes FOLDER/two_ranks.json.
+
+At a high learning rate, from random weights, a difference in the last bit grows within some steps. `--control` says by
+how much: it trains the first number of ranks once more, with half the tokens in a micro-batch, so the same gradients
+are added up in another order. Losses may then differ as well by `NOISE` times what the control's do, as root mean
+squares over the steps.
 """
 
 import argparse
@@ -19,7 +24,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,6 +43,8 @@ from paceline.producer.recording import KEEP_FREE, Recording, StateKind, row_key
 from rich.console import Console
 from rich.table import Table
 
+NOISE = 2.0
+
 
 @dataclass
 class Result:
@@ -51,6 +58,21 @@ class Result:
     idle: list[float]  # of each rank: without a record, or waiting for a slower rank
     data_wait: float  # mean of the ranks
     losses: list[float]
+    control: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.ranks}, half micro-batches" if self.control else str(self.ranks)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the losses of two arms, step by step: the largest, the largest relative one, the relative ones' root mean
+    square."""
+
+    largest: float
+    relative: float
+    typical: float
 
 
 def subset(rows: Rows, folder: Path, tokens: int) -> Path:
@@ -121,8 +143,10 @@ class Bench:
             'trainer.max_steps="none"',
         ]
 
-    def _replay_settings(self, ranks: int) -> list[str]:
+    def _replay_settings(self, ranks: int, control: bool = False) -> list[str]:
         """Workers that read need no GPU."""
+        own = load(self._options.run, self._options.settings)
+        half = min(own.trainer.micro_tokens, own.stream.token_budget) // 2
         devices = [f"cuda:{index}" for index in range(ranks)] if self._gpus else ["cpu"]
         return [
             f"workers.count={self._options.workers}",
@@ -132,6 +156,7 @@ class Bench:
             f"trainer.devices={json.dumps(devices)}",
             f"trainer.epochs={self._options.steps * self._batches + 1}",  # more than enough
             f"trainer.max_steps={self._options.steps}",
+            *([f"trainer.micro_tokens={half}"] if control else []),
         ]
 
     # Runs
@@ -165,15 +190,16 @@ class Bench:
         recording.close()
         return len(lengths), sum(lengths) * kind.token_bytes
 
-    def measure(self, ranks: int) -> Result:
-        arm = f"ranks-{ranks}"
-        settings = self._replay_settings(ranks)
+    def measure(self, ranks: int, control: bool = False) -> Result:
+        arm = "control" if control else f"ranks-{ranks}"
+        settings = self._replay_settings(ranks, control)
         run = self.load(arm, settings)
         whole = plan_from(run, Rows.open(self._out / "rows")).batches(0)
         if whole < self._batches:
             raise UsageError(f"an epoch has {whole} batches, a step {self._batches}: give more --batches")
         self._run(arm, settings)
-        return summarise(ranks, read_metrics(self._out / arm), self._batches, self._options.warm_steps)
+        found = summarise(ranks, read_metrics(self._out / arm), self._batches, self._options.warm_steps)
+        return replace(found, control=control)
 
     def _run(self, arm: str, settings: Sequence[str]) -> None:
         """`paceline up`, from the beginning and to the end."""
@@ -223,13 +249,31 @@ def summarise(ranks: int, lines: Sequence[Mapping[str, Any]], batches: int, warm
     )
 
 
-def differences(result: Result, first: Result) -> tuple[float, float]:
-    """Largest absolute and largest relative difference of the losses, step by step. PacelineError if one has more."""
+def difference(result: Result, first: Result) -> Difference:
+    """PacelineError if one has more steps."""
     if len(result.losses) != len(first.losses):
         done = f"{result.ranks} ranks did {len(result.losses)} steps, {first.ranks} did {len(first.losses)}"
         raise PacelineError(f"{done}: see their logs")
     pairs = list(zip(result.losses, first.losses, strict=True))
-    return max(abs(a - b) for a, b in pairs), max(abs(a - b) / abs(b) for a, b in pairs)
+    relative = [abs(a - b) / abs(b) for a, b in pairs]
+    return Difference(max(abs(a - b) for a, b in pairs), max(relative), fmean(part**2 for part in relative) ** 0.5)
+
+
+def fault(results: Sequence[Result], tolerance: float) -> str | None:
+    """What is wrong with the losses of another number of ranks than the first; None if nothing is."""
+    for one in results:
+        if not all(map(math.isfinite, one.losses)):
+            return f"ranks {one.name}: a loss is not a finite number"
+    first, *others = results
+    noise = max((difference(one, first).typical for one in others if one.control), default=0.0)
+    for one in others:
+        found = difference(one, first)
+        if one.control or found.relative <= tolerance or found.typical <= NOISE * noise:
+            continue
+        said = f"the losses of {one.ranks} ranks differ by {found.relative:.2g}, more than {tolerance:g}"
+        rest = f"; as root mean squares {found.typical:.2g}, more than {NOISE:g} x the control's {noise:.2g}"
+        return said + (rest if noise else "")
+    return None
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -237,13 +281,13 @@ def table(results: Sequence[Result]) -> Table:
     shown = Table(title="the same steps from recorded states, context tokens")
     for name in ("ranks", "Ktok/s", "scaling", "of ideal", "ms a step", "reduction ms", "of the step", "idle by rank"):
         shown.add_column(name, justify="right")
-    for name in ("data wait", "loss differs by", "relatively"):
+    for name in ("data wait", "loss differs by", "relatively", "root mean square"):
         shown.add_column(name, justify="right")
     for result in results:
         scaling = result.tokens_per_s / first.tokens_per_s
-        absolute, relative = differences(result, first)
+        apart = difference(result, first)
         shown.add_row(
-            str(result.ranks),
+            result.name,
             f"{result.tokens_per_s / 1e3:.2f}",
             f"{scaling:.2f}",
             f"{scaling * first.ranks / result.ranks:.2f}",
@@ -252,8 +296,7 @@ def table(results: Sequence[Result]) -> Table:
             f"{result.reduce_share:.1%}",
             " ".join(f"{share:.1%}" for share in result.idle),
             f"{result.data_wait:.1%}",
-            f"{absolute:.2g}" if result is not first else "-",
-            f"{relative:.2g}" if result is not first else "-",
+            *(f"{part:.2g}" if result is not first else "-" for part in (apart.largest, apart.relative, apart.typical)),
         )
     return shown
 
@@ -269,6 +312,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--states", type=Path, help="folder of the recorded states; default: OUT/states")
     parser.add_argument("--workers", type=_positive, default=4, help="processes that read them, in every arm")
     parser.add_argument("--tolerance", type=float, default=0.01, help="of the losses, relative")
+    parser.add_argument("--control", action="store_true", help="measure what rounding alone makes of the losses")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
     options.ranks = options.ranks or [1, 2]
@@ -288,17 +332,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         bench = Bench(options, console)
         bench.record()
-        for ranks in options.ranks:
-            results.append(bench.measure(ranks))
-            console.print(f"{ranks} ranks: {results[-1].tokens_per_s / 1e3:.2f} Ktok/s")
+        arms = [(ranks, False) for ranks in options.ranks] + [(options.ranks[0], True)] * options.control
+        for ranks, control in arms:
+            results.append(bench.measure(ranks, control))
+            console.print(f"ranks {results[-1].name}: {results[-1].tokens_per_s / 1e3:.2f} Ktok/s")
             _write(options, results)
         console.print(table(results))
-        worst = max(differences(result, results[0])[1] for result in results)
+        wrong = fault(results, options.tolerance)
     except PacelineError as error:
         print(f"two_ranks: {error}", file=sys.stderr)
         return error.exit_code
-    if not worst <= options.tolerance:
-        print(f"two_ranks: the losses differ by {worst:.2g}, more than {options.tolerance:g}", file=sys.stderr)
+    if wrong is not None:
+        print(f"two_ranks: {wrong}", file=sys.stderr)
         return 1
     return 0
 

@@ -2,10 +2,11 @@
 
 A rank holds one micro-batch whatever waits in the rings, so what it needs follows from `trainer.micro_tokens`, the
 drafter's shape and the head's chunk, and is the same at the first step and at the last. Activations are what autograd
-keeps for backward, counted tensor by tensor in the compute dtype; they are those of the largest micro-batch: rows of
-`data.max_length` whose every token is supervised.
+keeps for backward, counted tensor by tensor in the compute dtype; they are those of the micro-batch with most anchors
+(`Densest`). On top comes what is there at the widest moment: a chunk of logits, or the slopes inside the last layer's
+MLP, where backward begins.
 
-CUDA's own context, and what the allocator keeps in reserve, come on top (`CONTEXT`).
+CUDA's own context, and what the allocator keeps in reserve, come on top (`CONTEXT`, `RANK_CONTEXT`).
 """
 
 import json
@@ -16,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .densest import Densest
 from .record import IN_THE_MAKING, ITEM_BYTES, max_rows, slot_bytes
 from .ring_layout import SLOT_WORDS, TABLE_OFFSET, pages
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from .target_info import TargetInfo
 
 HEAD_CHUNK = {"cpu": 2**26, "cuda": 5 * 2**28}  # bytes of float32 logits at a time; half of it in bfloat16
-CONTEXT = 700 * 2**20  # CUDA's context, its libraries' workspaces and the allocator's slack
+CONTEXT = 700 * 2**20  # of a worker: CUDA's context, its libraries' workspaces and the allocator's slack
+RANK_CONTEXT = 1024 * 2**20  # of a rank, which has more kernels: 820 MiB were measured, and 220 of slack
 LANDING_TOKENS = 1024  # landing buffers grow in steps of so many tokens
 MUON_SHARED = 2**27  # weights in matrices from which ranks share Muon's work
 WIDE = 4  # bytes of float32: masters, gradients, moments
@@ -88,28 +91,31 @@ class Shape:
         return sum(math.prod(sides) for sides in self.matrices)
 
 
-def slots_of(run: "RunFile", tokens: int) -> int:
+def micro_tokens(run: "RunFile", densest: Densest | None = None) -> int:
+    """Tokens of the largest micro-batch that can come: a row is never parted."""
+    longest = (densest or Densest(run)).longest
+    return min(max(run.trainer.micro_tokens, longest), run.stream.token_budget)
+
+
+def slots_of(run: "RunFile", tokens: int, densest: Densest | None = None) -> int:
     """Most draft positions (slot 0 included) of a micro-batch of so many context tokens."""
-    length = run.data.max_length
-    rows, rest = divmod(tokens, length)
-    anchors = sum(_anchors(run, size) for size in [length] * rows + [rest] * (rest > 1))
-    return anchors * run.drafter.block_size
+    return (densest or Densest(run)).anchors(tokens) * run.drafter.block_size
 
 
-def _anchors(run: "RunFile", length: int) -> int:
-    return min(run.objective.max_anchors, math.ceil(run.objective.anchors_per_token * (length - 1)))
-
-
-def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") -> Parts:
+def rank_parts(
+    run: "RunFile", shape: Shape, tokens: int, device: str = "cuda", densest: Densest | None = None
+) -> Parts:
     """What one rank's device holds at its peak, with micro-batches of `tokens` context tokens."""
     item, eight = ITEM_BYTES[run.trainer.dtype], run.trainer.fp8
-    slots, scored = slots_of(run, tokens), slots_of(run, tokens) * (shape.block - 1) // shape.block
+    slots = slots_of(run, tokens, densest)
+    scored = slots * (shape.block - 1) // shape.block
     heads = shape.vocabulary * shape.hidden * item * (1 if shape.tied else 2)
     moments = 1 if run.optimizer.name == "muon" else 2
     landing = 2 * (shape.planes + run.target.last_hidden) * -(-tokens // LANDING_TOKENS) * LANDING_TOKENS * shape.hidden
     chunk_rows = min(scored, HEAD_CHUNK[device] // (4 * shape.vocabulary))
     logits = chunk_rows * shape.vocabulary * (item * (2 if run.objective.target_terms else 1) + eight)
     through_head = 3 * scored * shape.hidden * item  # the scored slots' states, their gradient, its copy in backward
+    in_mlp = 4 * scored * shape.inner * item  # slopes of its product, of gate and up, and the product once more
     return Parts(
         {
             "target's embedding and head": heads,
@@ -123,9 +129,9 @@ def rank_parts(run: "RunFile", shape: Shape, tokens: int, device: str = "cuda") 
             "micro-batch of hidden states": landing * ITEM_BYTES[run.record_dtype]
             + tokens * shape.planes * shape.hidden * item,
             "activations": activation_bytes(shape, slots, tokens) * item,
-            "logits chunk": logits,
+            ("logits chunk" if logits >= in_mlp else "slopes in the last layer's MLP"): max(logits, in_mlp),
             "states through the head": through_head,
-            "CUDA context": CONTEXT if device == "cuda" else 0,
+            "CUDA context": RANK_CONTEXT if device == "cuda" else 0,
         }
     )
 
@@ -263,12 +269,14 @@ def ring_bytes(run: "RunFile", planes: int, hidden_size: int) -> int:
     return TABLE_OFFSET + pages(run.stream.slots * SLOT_WORDS * 8) + run.stream.slots * slot
 
 
-def largest_micro_batch(run: "RunFile", shape: Shape, memory: int, device: str = "cuda") -> int:
+def largest_micro_batch(
+    run: "RunFile", shape: Shape, memory: int, device: str = "cuda", densest: Densest | None = None
+) -> int:
     """Most `trainer.micro_tokens`, in steps of 256, with which a rank fits into `memory` bytes; 0 if none does.
 
-    A row is never parted, so a micro-batch has at least `data.max_length` tokens.
+    A row is never parted, so a micro-batch has at least the longest row's tokens.
     """
-    most = run.stream.token_budget
-    sizes = [size for size in range(256, most + 256, 256) if size >= min(run.data.max_length, most)]
-    fitting = [size for size in sizes if rank_parts(run, shape, min(size, most), device).total <= memory]
+    densest, most = densest or Densest(run), run.stream.token_budget
+    sizes = [size for size in range(256, most + 256, 256) if size >= min(densest.longest, most)]
+    fitting = [size for size in sizes if rank_parts(run, shape, min(size, most), device, densest).total <= memory]
     return min(max(fitting), most) if fitting else 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import paths
+from .densest import Densest
 from .errors import ConfigError, UsageError
 from .footprint import (
     Parts,
@@ -25,6 +26,7 @@ from .footprint import (
     active_weights,
     attention_layers,
     largest_micro_batch,
+    micro_tokens,
     muon_flops,
     muon_shared,
     rank_parts,
@@ -33,7 +35,7 @@ from .footprint import (
     worker_parts,
 )
 from .forecast import Rates, Split, forecast, live_rates, splits
-from .rows import read_meta
+from .rows import Rows
 from .space import free_bytes, size_text
 from .target_info import deepest_layer
 from .telemetry import read_status
@@ -96,6 +98,7 @@ class Plan:
     micro_tokens: int
     largest_micro: int | None  # None where the GPU's memory is not known
     slots: int
+    of_rows: bool  # they are those of the run's rows; else of rows that are supervised throughout
     ring: int  # bytes of one
     ring_folder: Path
     ring_free: int
@@ -160,7 +163,9 @@ def make_plan(
             raise UsageError("--gpu-name: this machine has no GPU, so say --gpu-memory GIB as well")
     shape = Shape.of(run, info, len(layer_ids))
     device = "cuda" if found or gpus else "cpu"
-    micro = min(run.trainer.micro_tokens, run.stream.token_budget)
+    rows = known_rows(run)
+    densest = Densest(run, rows)
+    micro = micro_tokens(run, densest)
     last = deepest_layer(run, info, layer_ids)
     planes = len(layer_ids) + run.target.last_hidden
     worker = worker_parts(run, info, last, planes, device)
@@ -175,12 +180,13 @@ def make_plan(
         ranks=run.trainer.ranks,
         gpus=found,
         count=count,
-        rank=rank_parts(run, shape, micro, device),
+        rank=rank_parts(run, shape, micro, device, densest),
         worker=worker,
         shared=shared,
         micro_tokens=micro,
-        largest_micro=None if spare is None else largest_micro_batch(run, shape, spare, device),
-        slots=slots_of(run, micro),
+        largest_micro=None if spare is None else largest_micro_batch(run, shape, spare, device, densest),
+        slots=slots_of(run, micro, densest),
+        of_rows=rows is not None,
         ring=ring_bytes(run, planes, info.hidden_size),
         ring_folder=folder,
         ring_free=free_bytes(_nearest(folder)),
@@ -198,15 +204,20 @@ def _known(name: str) -> str:
     return found[0]
 
 
-def supervised_share(run: "RunFile") -> float | None:
-    """Of the tokens of `data.rows`; None where the rows are not prepared yet."""
+def known_rows(run: "RunFile") -> Rows | None:
+    """Those of `data.rows`; None where rows are still to be prepared."""
     if run.data.rows is None:
         return None
     try:
-        meta = read_meta(Path(run.data.rows))
+        return Rows.open(Path(run.data.rows))
     except ConfigError:
         return None
-    return meta["supervised"] / meta["tokens"]
+
+
+def supervised_share(run: "RunFile") -> float | None:
+    """Of the tokens of `data.rows`; None where the rows are not prepared yet."""
+    rows = known_rows(run)
+    return None if rows is None else rows.meta["supervised"] / rows.meta["tokens"]
 
 
 def _nearest(folder: Path) -> Path:
@@ -360,7 +371,8 @@ def _memory_lines(plan: Plan) -> list[str]:
         both = "both on one GPU" if plan.shared else "the fuller of the two"
         verdict = "fits" if plan.needed <= USABLE * plan.memory else "DOES NOT FIT"
         lines.append(f"{both}: {size_text(plan.needed)} of {size_text(plan.memory)}: {verdict}")
-    lines.append(f"trainer.micro_tokens = {plan.micro_tokens:,}: up to {plan.slots:,} draft positions at a time")
+    of = "" if plan.of_rows else ", if rows are supervised throughout"
+    lines.append(f"micro-batches of {plan.micro_tokens:,} tokens: up to {plan.slots:,} draft positions{of}")
     if plan.largest_micro is not None:
         lines.append(
             f"largest that fits: {plan.largest_micro:,}"

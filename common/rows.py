@@ -110,6 +110,12 @@ class Rows:
         return int(self.meta["tokens"])
 
     @cached_property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens of each row, int64 [rows]. Reads all masks."""
+        counts = [np.add.reduceat(batch.mask, batch.offsets[:-1], dtype=np.int64) for batch in self._batches]
+        return np.concatenate(counts)
+
+    @cached_property
     def used_tokens(self) -> np.ndarray:
         """The token ids that occur, int32, ascending."""
         try:

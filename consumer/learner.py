@@ -61,7 +61,7 @@ from .objective import (
 )
 from .optim import MasterWeights, Reducer, build_optimizer, copy_strictly
 from .start import first_drafter
-from .stopwatch import Stopwatch
+from .stopwatch import Gaps, Stopwatch
 from .transfer import Reading, StateReader, view_scales, view_states
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class DFlashLearner:
         self._dtype, self._reader = dtype, StateReader(self.device, dtype)
         if self.device.type == "cuda":
             self.drafter.compile_parts()
-        self._reduction = Stopwatch(self.device)
+        self._reduction, self.gaps = Stopwatch(self.device), Gaps(self.device)
         self._group: Reducer | None = None
         self._steps = self._graphs = 0
         self._ahead: dict[Key, _Packed] = {}

@@ -166,12 +166,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 losses[part], hits[part] = fused_cross_entropy()(logits, labels[part], by, beside)
                 values, scale = (logits, None) if beside is None else (beside, weights[part] / SLOPE_MAX)
             else:
+                beside = None
                 losses[part], hits[part], values = softmax_parts(logits, labels[part], wide)
                 scale = weights[part]
                 if eight is not None:
                     values, scale = (values.to(wide) * SLOPE_MAX).to(SLOPE), scale / SLOPE_MAX
             if gradient is not None:
                 through_head(Slopes(values, scale), head_weight, eight, gradient[part])
+            del logits, values, beside  # else the next chunk would be beside this one
         ctx.save_for_backward(*([] if gradient is None else [gradient]))
         ctx.mark_non_differentiable(losses, hits)
         return (losses * weights).sum(), losses, hits

@@ -297,6 +297,8 @@ class _ThroughHead(torch.autograd.Function):
                 scaled = None if eight is None else SLOPE
                 slopes = backend.slopes(logits, slots.labels[run], own, stats, scores.factors, scaled)
                 through_head(slopes, head, eight, gradient[run])
+                del slopes
+            del logits, own  # else the next run's would be beside these
         ctx.save_for_backward(*([] if gradient is None else [gradient]))
         ctx.mark_non_differentiable(ce, right, weights)
         return loss.sum(), ce, right, weights

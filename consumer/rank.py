@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..common import faults, paths
 from ..common.batch import Kind
+from ..common.densest import Densest
 from ..common.errors import ConfigError, PacelineError
 from ..common.locks import FileLock, held_by
 from ..common.numa import bind_near
@@ -80,12 +81,12 @@ class DFlash:
         )
         moments.append(time.monotonic())
         if self._device.type == "cuda":
-            rehearsal.rehearse(self._learner)
+            rehearsal.rehearse(self._learner, Densest(run, rows))
         moments.append(time.monotonic())
         took = [end - start for start, end in pairwise(moments)]
         log.info("rank %d is ready: %.1f s for libraries, %.1f s for weights, %.1f s for a rehearsal", job.rank, *took)
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
-        self.prepare = self._learner.prepare
+        self.prepare, self.gaps = self._learner.prepare, self._learner.gaps
         self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard
         self.reduce_seconds = self._learner.reduce_seconds
         self.snapshot, self.restore = self._learner.snapshot, self._learner.restore

@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..common.densest import Densest
 from ..common.errors import ConfigError
+from ..common.footprint import micro_tokens
 from ..common.loading import as_dtype
 from ..common.record import FP8, RecordMeta
 from .learner import DFlashLearner
@@ -29,17 +31,21 @@ LEAST_ALIKE = 0.5  # cosine and ratio to the plain gradient
 TILE = 2**22  # random values of a record's states
 
 
-def rehearse(learner: DFlashLearner) -> None:
+def rehearse(learner: DFlashLearner, densest: Densest | None = None) -> None:
     """Takes the largest micro-batch that can come forward and backward, then compares compiled gradients with plain
-    ones.
+    ones. densest: of the run's rows, else of any.
 
     So a run that does not fit the device's memory, or would learn wrongly, ends in its first minute, with what to
     change (ConfigError), and kernels are compiled for the largest sizes.
     """
-    run, tokens = learner.run, min(learner.run.trainer.micro_tokens, learner.run.stream.token_budget)
-    bounds = [*range(0, max(tokens - 1, 1), run.data.max_length), max(tokens, run.data.max_length)]
-    size = bounds[-1]
+    run, densest = learner.run, densest or Densest(learner.run)
+    size = micro_tokens(run, densest)
+    bounds = [*range(0, size - 1, densest.row), size]
+    lengths = np.diff(bounds)
+    share = min(1.0, densest.anchors(size) / densest.of_rows(lengths).sum())
     meta = _made_up(learner, bounds, np.zeros(size, np.int32))
+    for start, stop, supervised in zip(bounds, bounds[1:], np.ceil(share * lengths).astype(int), strict=False):
+        meta.mask[start : stop - supervised] = 0
     try:
         learner.train_record(meta, memoryview(bytearray(meta.states_bytes)), EPOCH)
     except torch.OutOfMemoryError as error:

@@ -40,8 +40,21 @@ FIRST_PHASE: Phase = (Kind.TRAIN, 0)
 _EVAL, _CHAIN = "eval_", "tau_chain"  # of the names of an evaluation's figures
 
 
+class Gaps(Protocol):
+    """When the device has nothing to do (stopwatch.py)."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def take(self) -> list[float]: ...
+
+
 class Learner(Protocol):
     """What a rank trains (learner.py). All ranks make the same calls in the same order, but for their records."""
+
+    @property
+    def gaps(self) -> Gaps:
+        """To be told of each record of a phase when it is there and when it has been trained."""
+        ...
 
     def prepare(self, meta: RecordMeta, states: memoryview, epoch: int | None) -> None:
         """A record that `train_record`, or with epoch None `eval_record`, will be given after those that were prepared
@@ -143,6 +156,16 @@ class Collected:
     memory: int = 0  # bytes of tensors, at most so far
     reserved: int = 0  # bytes that the allocator held for them, at most so far
     arrived: float = 0.0  # when it was done with its records: CLOCK_MONOTONIC, which a host's processes share
+    waits: list[float] = field(default_factory=list)  # seconds until each record, and until there was none
+
+    def account(self, gaps: list[float]) -> None:
+        """Sums the waiting up: that for a record, if the device had nothing to do by then; as computing, if it had.
+
+        gaps: how long it had nothing, before each record but the first, for which it was idle all the time.
+        """
+        for wait, gap in zip(self.waits, [math.inf, *gaps], strict=False):
+            self.data_s += min(wait, gap)
+            self.compute_s += max(0.0, wait - gap)
 
 
 @dataclass(frozen=True)
@@ -245,6 +268,7 @@ class Training:
             mine.stop, mine.unfit = str(error), isinstance(error, BadWorker)
         mine.listed = [[batch.pack(), reason] for batch, reason in self._source.listed(phase)]
         mine.finite = bool(np.isfinite(self._learner.sums()).all())
+        mine.account(self._learner.gaps.take())
         mine.memory, mine.reserved = self._learner.peak_memory()
         hours = self._run.trainer.max_hours
         mine.last = hours is not None and self._before + time.monotonic() - self._began >= 3600 * hours
@@ -257,7 +281,8 @@ class Training:
             asked = time.monotonic()
             record = self._source.next(phase, self._waiting)
             given = time.monotonic()
-            mine.data_s += given - asked
+            self._learner.gaps.begin()
+            mine.waits.append(given - asked)
             if record is None:
                 return
             self._reports.doing("compute")
@@ -267,6 +292,7 @@ class Training:
                     self._learner.train_record(record.meta, record.states, self._plan.epoch_of(number), done)
                 else:
                     self._learner.eval_record(record.meta, record.states)
+            self._learner.gaps.end()
             self._source.release(record)
             mine.batches.append(record.batch.pack())
             mine.tokens += record.tokens

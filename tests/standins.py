@@ -107,6 +107,24 @@ def commit(
 
 
 @dataclass
+class Gaps:
+    """Before each record but a phase's first one the device was idle for `idle` seconds, or for ever."""
+
+    idle: float = float("inf")
+    records: int = 0
+
+    def begin(self) -> None:
+        self.records += 1
+
+    def end(self) -> None:
+        return
+
+    def take(self) -> list[float]:
+        found, self.records = [self.idle] * (self.records - 1), 0
+        return found
+
+
+@dataclass
 class SumLearner:
     """Learns one number: w += rate · (mean stamped state − w), with the mean over a step's tokens on all ranks."""
 
@@ -117,6 +135,7 @@ class SumLearner:
     explode: str = ""  # what the first record's error says
     weight: float = 0.0
     steps: int = 0
+    gaps: Gaps = field(default_factory=Gaps)
     _sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
     def _read(self, meta: RecordMeta, states: memoryview, seconds: float) -> np.ndarray:

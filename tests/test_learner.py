@@ -12,7 +12,9 @@ import pytest
 import torch
 from drafting import CONFIG, MASK_ID, SLIDING, make_drafter, make_head, make_rows, make_run, plain_block
 from exporting import checkpoint
+from paceline.common.densest import Densest
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.rows import Rows, RowsWriter
 from paceline.common.target_info import target_info
 from paceline.consumer.anchors import chain_starts, draw_anchors
 from paceline.consumer.blocks import default_gamma
@@ -132,7 +134,7 @@ def test_a_compiler_that_loses_gradients_is_found(monkeypatch, wrong, words):
 
 
 def test_a_rehearsal_is_of_the_largest_micro_batch(monkeypatch):
-    """As many tokens as may come, in rows of the largest length, every token supervised; or one row if it is longer."""
+    """As many tokens as may come, every one supervised, in rows that have most anchors; or one row if it is longer."""
     seen = []
 
     def note(_self, meta, states, _epoch):
@@ -141,7 +143,26 @@ def test_a_rehearsal_is_of_the_largest_micro_batch(monkeypatch):
     monkeypatch.setattr(DFlashLearner, "train_record", note)
     rehearse(make_learner(trainer={"micro_tokens": 150}, data={"max_length": 64}))
     rehearse(make_learner(trainer={"micro_tokens": 32}, data={"max_length": 64}))
-    assert seen == [([64, 64, 22], 150, 2 * 150 * 48 * 2), ([64], 64, 2 * 64 * 48 * 2)]
+    rehearse(make_learner(trainer={"micro_tokens": 100}, data={"max_length": 64}, objective={"max_anchors": 10}))
+    of_64, one, dense = [64, 64, 22], [64], [20, 20, 20, 20, 20]
+    assert seen == [(of_64, 150, 2 * 150 * 48 * 2), (one, 64, 2 * 64 * 48 * 2), (dense, 100, 2 * 100 * 48 * 2)]
+
+
+@pytest.mark.parametrize("supervised", [20, 33, 60])
+def test_a_rehearsal_has_the_anchors_that_the_rows_can_have(tmp_path, monkeypatch, supervised):
+    with RowsWriter(tmp_path / "rows") as writer:
+        for _ in range(50):
+            writer.add(np.full(60, 7, np.int32), np.arange(60) >= 60 - supervised)
+        writer.finish({"tokenizer": "t", "vocabulary": "", "target": "x"})
+    learner = make_learner(trainer={"micro_tokens": 300}, data={"max_length": 64}, stream={"token_budget": 512})
+    densest, seen = Densest(learner.run, Rows.open(tmp_path / "rows")), []
+    monkeypatch.setattr(
+        learner, "train_record", lambda meta, _states, epoch: seen.append(learner._anchors(meta, epoch))
+    )
+    rehearse(learner, densest)
+    found = sum(map(len, seen[0]))
+    assert densest.anchors(300) == 5 * round(0.5 * supervised)
+    assert densest.anchors(300) <= found <= densest.anchors(300) + len(seen[0])
 
 
 def test_a_micro_batch_that_does_not_fit_says_what_to_change(monkeypatch):

@@ -1,8 +1,11 @@
 """The chunked head against plain autograd, and what is counted beside it, by hand."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
+from paceline.consumer import losses, objective
 from paceline.consumer.losses import (
     SCALARS,
     Scored,
@@ -46,6 +49,32 @@ def test_chunked_equals_plain_autograd(slots, chunk_bytes):
     assert torch.equal(scored.hits, logits.argmax(-1) == labels)
     assert torch.equal(head_hits(hidden, head, labels, chunk_bytes=chunk_bytes), scored.hits)
     assert 13 <= int(scored.hits.sum()) < 37
+
+
+@pytest.mark.parametrize("through", ["plain", "objective"])
+def test_a_chunk_of_logits_is_gone_before_the_next_is_made(slots, monkeypatch, through):
+    """On a GPU a chunk is the widest thing beside the activations."""
+    hidden, head, labels, weights = slots
+    module = {"plain": losses, "objective": objective}[through]
+    made, beside = [], []
+
+    def noted(*arguments):
+        beside.append(sum(one() is not None for one in made))
+        logits = head_logits(*arguments)
+        made.append(weakref.ref(logits))
+        return logits
+
+    head_logits = module.head_logits
+    monkeypatch.setattr(module, "head_logits", noted)
+    if through == "plain":
+        scored = head_cross_entropy(hidden, head, labels, weights, chunk_bytes=10 * 4 * 101)
+    else:
+        block = np.repeat(np.arange(37), 1)
+        cells = torch.arange(37) * 4 + 1
+        own = objective.Slots(labels, weights, cells, 37, 4, objective.whole_blocks(block, 10))
+        scored = objective.score_through_head(hidden, head, own, objective.Objective(confidence=0.1), None)
+    assert beside == [0, 0, 0, 0]
+    assert scored.loss.isfinite()
 
 
 def test_gradcheck():

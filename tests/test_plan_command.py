@@ -12,10 +12,11 @@ from drafting import CONFIG, HIDDEN, INFO, make_drafter, make_head, make_rows, m
 from paceline.common import paths, planner
 from paceline.common.bench import model_folder
 from paceline.common.cli import main
+from paceline.common.densest import Densest
 from paceline.common.errors import UsageError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.footprint import (
-    CONTEXT,
+    RANK_CONTEXT,
     Shape,
     activation_bytes,
     active_weights,
@@ -23,7 +24,6 @@ from paceline.common.footprint import (
     layer_weights,
     rank_parts,
     ring_bytes,
-    slots_of,
     target_weights,
     worker_parts,
 )
@@ -31,6 +31,7 @@ from paceline.common.forecast import Rates, advice, forecast, live_rates, placed
 from paceline.common.planner import Gpu, make_plan, plan_json, plan_lines, target_flops
 from paceline.common.record import max_rows, slot_bytes
 from paceline.common.ring import Ring
+from paceline.common.rows import RowsWriter
 from paceline.common.target_info import target_info
 from paceline.common.telemetry import bottleneck, write_status
 from paceline.consumer.learner import DFlashLearner
@@ -153,18 +154,55 @@ def test_without_a_worker_nobody_is_the_bottleneck():
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_measured_on_an_h200():
-    """Peaks that docs/performance.md gives, without CUDA's context: one row of 3,072 tokens with 512 anchors a
-    micro-batch at Qwen3-8B's size, 26.8 GiB."""
+QWEN3_06B = Shape(1024, 3072, 5, 2048, 1024, 5, 151936, 16, tied=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "micro", "anchors", "peak"),
+    [
+        (QWEN3_8B, 3072, 512, 26.1),
+        (QWEN3_8B, 6144, 1024, 31.3),
+        (QWEN3_8B, 8192, 1607, 37.46),
+        (QWEN3_06B, 8192, 1607, 7.79),
+    ],
+)
+def test_memory_measured_on_an_h200(monkeypatch, shape, micro, anchors, peak):
+    """GiB in tensors at the peak, which docs/performance.md gives, of micro-batches with so many anchors; for the last
+    one less the second chunk of logits that was there then."""
     run = make_run(
         data={"rows": "rows", "max_length": 3072},
         stream={"token_budget": 16384},
-        trainer={"micro_tokens": 3072, "dtype": "bfloat16"},
+        trainer={"micro_tokens": micro, "dtype": "bfloat16"},
         drafter={"layers": 5, "block_size": 16},
-        objective={"anchors_per_token": 0.25, "max_anchors": 512},
     )
-    assert slots_of(run, 3072) == 8192
-    assert rank_parts(run, QWEN3_8B, 3072).total - CONTEXT == pytest.approx(26.8 * GIB, rel=0.1)
+    densest = Densest(run)
+    monkeypatch.setattr(densest, "anchors", lambda tokens: anchors)
+    found = rank_parts(run, shape, micro, densest=densest).total - RANK_CONTEXT
+    assert found == pytest.approx(peak * GIB, rel=0.025)
+
+
+def test_memory_follows_from_the_rows_if_they_are_known(tmp_path):
+    """A third of each row is supervised: a third of the anchors."""
+    with RowsWriter(tmp_path / "rows") as writer:
+        for _ in range(40):
+            writer.add(np.full(300, 7, np.int32), np.arange(300) >= 200)
+        writer.finish({"tokenizer": "t", "vocabulary": "", "target": "x"})
+    plans = []
+    for rows in ("nowhere", str(tmp_path / "rows")):
+        run = make_run(
+            data={"rows": rows, "max_length": 600},
+            stream={"token_budget": 4096},
+            trainer={"micro_tokens": 3000},
+            objective={"anchors_per_token": 0.24},
+            drafter={"layers": 2, "block_size": 4},
+        )
+        plans.append(make_plan(run, INFO, [0, 1], live=False))
+    throughout, known = plans
+    assert (throughout.slots, known.slots) == (5 * 144 * 4, 10 * 24 * 4)
+    assert known.rank.total < throughout.rank.total
+    assert "micro-batches of 3,000 tokens: up to 960 draft positions" in plan_lines(known)
+    said = "micro-batches of 3,000 tokens: up to 2,880 draft positions, if rows are supervised throughout"
+    assert said in plan_lines(throughout)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from paceline.consumer.job import RankJob, Reports
 from paceline.consumer.source import Phase, RecordSource
 from paceline.consumer.stop import StopFlag
 from paceline.consumer.training import FIRST_PHASE, Boundary, Training
-from standins import LAYERS, SumLearner, make_meta, make_rows, stamp
+from standins import LAYERS, Gaps, SumLearner, make_meta, make_rows, stamp
 
 
 class PlayedSource:
@@ -298,3 +298,24 @@ def test_a_report_longer_than_the_pipe_is_whole_whatever_signal_comes():
         listener.join()
         os.close(reading)
     assert json.loads(heard) == {"end": "failed", "why": 500_000 * "x"}
+
+
+@pytest.mark.parametrize(("idle", "data"), [(float("inf"), 3.0), (0.0, 1.0), (0.25, 1.5)])
+def test_waiting_while_the_device_computes_is_no_waiting_for_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: float, data: float
+):
+    """Two records a step and the end of each, waited for a second each; the device is idle before the first one, and
+    for so long before the others."""
+    loop, now = Loop(tmp_path, SumLearner(gaps=Gaps(idle)), max_steps=3), [0.0]
+    monkeypatch.setattr("paceline.consumer.training.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def late(phase: Phase) -> None:
+        now[0] += 1.0
+
+    loop.source.before = late
+    loop.train()
+    steps = [values for kind, _, values, _ in loop.reported if kind is Kind.TRAIN]
+    assert [values["seconds"] for values in steps] == 3 * [3.0]
+    assert [values["wait_data"] for values in steps] == 3 * [pytest.approx(data / 3)]
+    assert [values["rank_wait"] for values in steps] == 3 * [[pytest.approx(data / 3)]]
+    assert [values["wait_gpu"] for values in steps] == 3 * [pytest.approx(1 - data / 3)]

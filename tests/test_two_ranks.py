@@ -49,6 +49,9 @@ def test_arms_differ_in_their_ranks_alone(two_ranks, run_path, tmp_path, monkeyp
     recorder = bench.load("record", bench._record_settings())
     assert recorder.workers.devices == ["cuda:0"] and recorder.trainer.devices == ["cuda:1"]
     assert recorder.stream.record_to == two.stream.record_to
+    control = bench.load("ranks-2", bench._replay_settings(2, control=True))
+    assert control.trainer.micro_tokens == 256 == two.stream.token_budget // 2
+    assert control.trainer.devices == two.trainer.devices and control.trainer.max_steps == 9
 
 
 def test_wrong_use(two_ranks, run_path, tmp_path, monkeypatch, capsys):
@@ -108,17 +111,40 @@ def test_figures_are_of_whole_warm_steps(two_ranks):
         two_ranks.summarise(2, lines, batches=4, warm=1)
 
 
+def arm(two_ranks, ranks, *losses, **more):
+    found = two_ranks.summarise(ranks, [step(n, 1.0, loss) for n, loss in enumerate(losses, 1)], 2, 0)
+    return two_ranks.replace(found, **more)
+
+
 def test_losses_are_compared_step_by_step(two_ranks):
-    one, two = (two_ranks.summarise(ranks, [step(1, 1.0, 4.0), step(2, 1.0, 2.0)], 2, 0) for ranks in (1, 2))
-    assert two_ranks.differences(two, one) == (0.0, 0.0)
+    one, two = arm(two_ranks, 1, 4.0, 2.0), arm(two_ranks, 2, 4.0, 2.0)
+    assert two_ranks.difference(two, one) == two_ranks.Difference(0.0, 0.0, 0.0)
     two.losses = [4.0, 2.5]
     two.tokens_per_s *= 1.8
-    assert two_ranks.differences(two, one) == (0.5, 0.25)
+    found = two_ranks.difference(two, one)
+    assert (found.largest, found.relative, found.typical) == (0.5, 0.25, pytest.approx((0.25**2 / 2) ** 0.5))
     cells = [list(column.cells) for column in two_ranks.table([one, two]).columns]
     assert cells[2] == ["1.00", "1.80"] and cells[3] == ["1.00", "0.90"] and cells[10] == ["-", "0.25"]
     two.losses.pop()
     with pytest.raises(PacelineError, match="2 ranks did 1 steps, 1 did 2"):
-        two_ranks.differences(two, one)
+        two_ranks.difference(two, one)
+
+
+def test_ranks_may_differ_by_what_rounding_makes(two_ranks):
+    """A control says how much that is, which adds the same gradients up in another order."""
+    one, two = arm(two_ranks, 1, 4.0, 2.0), arm(two_ranks, 2, 4.0, 2.1)
+    near, far = (arm(two_ranks, 1, 4.0, loss, control=True) for loss in (2.06, 2.02))
+    assert two_ranks.fault([one, two], 0.1) is None
+    assert two_ranks.fault([one, two], 0.01) == "the losses of 2 ranks differ by 0.05, more than 0.01"
+    assert two_ranks.fault([one, two, near], 0.01) is None
+    assert two_ranks.fault([one, two, far], 0.01) == (
+        "the losses of 2 ranks differ by 0.05, more than 0.01; "
+        "as root mean squares 0.035, more than 2 x the control's 0.0071"
+    )
+    broken = arm(two_ranks, 2, 4.0, float("nan"))
+    assert two_ranks.fault([one, broken, near], 0.01) == "ranks 2: a loss is not a finite number"
+    broken = arm(two_ranks, 1, 4.0, float("nan"), control=True)
+    assert two_ranks.fault([one, two, broken], 0.01) == "ranks 1, half micro-batches: a loss is not a finite number"
 
 
 @pytest.mark.slow
@@ -138,10 +164,12 @@ def test_one_and_two_ranks_of_a_tiny_target(two_ranks, run_path, tmp_path, fork_
 
     monkeypatch.setattr(two_ranks, "up", up)
     out = tmp_path / "out"
-    few = ["--steps", "8", "--warm-steps", "2", "--batches", "5", "--workers", "2", "--tolerance", "1e-4"]
+    few = ["--steps", "8", "--warm-steps", "2", "--batches", "5", "--workers", "2", "--tolerance", "1e-4", "--control"]
     assert two_ranks.main([str(run_path), "--out", str(out), *few]) == 0, capsys.readouterr()
     assert "0.00" in capsys.readouterr().out
-    one, two = json.loads((out / "two_ranks.json").read_text())["results"]
+    one, two, control = json.loads((out / "two_ranks.json").read_text())["results"]
+    assert control["control"] and control["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert control["losses"] != one["losses"], "other micro-batches round otherwise"
     assert (one["ranks"], two["ranks"]) == (1, 2) and len(one["idle"]) == 1 and len(two["idle"]) == 2
     assert one["reduce_ms"] == 0 < two["reduce_ms"] and min(one["tokens_per_s"], two["tokens_per_s"]) > 0
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-4) and len(one["losses"]) == 8
