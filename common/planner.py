@@ -95,9 +95,9 @@ class Plan:
     rank: Parts
     worker: Parts
     shared: bool  # both sides on one GPU
-    micro_tokens: int
+    micro_tokens: int  # of the largest micro-batch that can come
     largest_micro: int | None  # None where the GPU's memory is not known
-    slots: int
+    slots: int  # draft positions of the micro-batch that has most
     of_rows: bool  # they are those of the run's rows; else of rows that are supervised throughout
     ring: int  # bytes of one
     ring_folder: Path
@@ -338,6 +338,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "one_gpu_for_both": plan.shared,
         "micro_tokens": plan.micro_tokens,
         "largest_micro_tokens": plan.largest_micro,
+        "draft_positions": plan.slots,
+        "of_rows": plan.of_rows,
         "rings": {"bytes": plan.rings, "each": plan.ring, "folder": str(plan.ring_folder), "free": plan.ring_free},
         "speed": None if speed is None else {**speed.rates._asdict(), "unit": speed.unit, "source": speed.source},
         "splits": [
@@ -372,10 +374,10 @@ def _memory_lines(plan: Plan) -> list[str]:
         verdict = "fits" if plan.needed <= USABLE * plan.memory else "DOES NOT FIT"
         lines.append(f"{both}: {size_text(plan.needed)} of {size_text(plan.memory)}: {verdict}")
     of = "" if plan.of_rows else ", if rows are supervised throughout"
-    lines.append(f"micro-batches of {plan.micro_tokens:,} tokens: up to {plan.slots:,} draft positions{of}")
+    lines.append(f"micro-batches of up to {plan.micro_tokens:,} tokens and {plan.slots:,} draft positions{of}")
     if plan.largest_micro is not None:
         lines.append(
-            f"largest that fits: {plan.largest_micro:,}"
+            f"largest trainer.micro_tokens that fits: {plan.largest_micro:,}"
             if plan.largest_micro
             else "no micro_tokens fits: lower data.max_length, objective.max_anchors or drafter.layers"
         )

@@ -200,9 +200,10 @@ def test_memory_follows_from_the_rows_if_they_are_known(tmp_path):
     throughout, known = plans
     assert (throughout.slots, known.slots) == (5 * 144 * 4, 10 * 24 * 4)
     assert known.rank.total < throughout.rank.total
-    assert "micro-batches of 3,000 tokens: up to 960 draft positions" in plan_lines(known)
-    said = "micro-batches of 3,000 tokens: up to 2,880 draft positions, if rows are supervised throughout"
-    assert said in plan_lines(throughout)
+    said = "micro-batches of up to 3,000 tokens and {} draft positions"
+    assert said.format("960") in plan_lines(known)
+    assert said.format("2,880") + ", if rows are supervised throughout" in plan_lines(throughout)
+    assert [plan_json(plan)["of_rows"] for plan in plans] == [False, True]
 
 
 @pytest.mark.parametrize(
