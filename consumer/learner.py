@@ -70,7 +70,8 @@ Key = tuple[int, int | None]  # of a record: its batch and the epoch, None in an
 WARM_STEPS = 3  # after which nothing should be compiled any more
 AHEAD = 4  # records whose blocks are kept; a rank holds two
 EVAL_EPOCH = 0  # evaluations draw the same anchors each time
-CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time
+CHAIN_BLOCKS = {"cpu": 256, "cuda": 4096}  # blocks of an evaluation's chains at a time, at most
+FEW_BLOCKS = 64  # are no matter of memory
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
 
@@ -441,7 +442,10 @@ class DFlashLearner:
             return counts.cpu().numpy().astype(np.int64)
 
         masks = [rows.mask[start:stop] for start, stop in rows.bounds]
-        chains = run_chains(masks, accept_everywhere(masks, accept, CHAIN_BLOCKS[self.device.type]))
+        # As many at a time as the micro-batch has anchors: more could take memory that no training step has asked for.
+        fitting = max(FEW_BLOCKS, sum(map(len, rows.anchors)))
+        most = min(CHAIN_BLOCKS[self.device.type], fitting)
+        chains = run_chains(masks, accept_everywhere(masks, accept, most))
         self._sums[SCALARS.index("chain_accepted")] += chains.accepted
         self._sums[SCALARS.index("chain_blocks")] += chains.blocks
 

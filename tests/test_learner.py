@@ -19,7 +19,7 @@ from paceline.common.target_info import target_info
 from paceline.consumer.anchors import chain_starts, draw_anchors
 from paceline.consumer.blocks import default_gamma
 from paceline.consumer.drafter import ContextCache
-from paceline.consumer.learner import AHEAD, DFlashLearner, build_learner, drafter_dtype, micro_batches
+from paceline.consumer.learner import AHEAD, CHAIN_BLOCKS, DFlashLearner, build_learner, drafter_dtype, micro_batches
 from paceline.consumer.linears import DraftMLP
 from paceline.consumer.losses import Summary
 from paceline.consumer.rehearsal import check_compiled, rehearse
@@ -309,6 +309,25 @@ def test_discard_drops_an_unfinished_step(whole):
     learner.discard()
     train(learner, (0, 1, 2, 3, 4))
     torch.testing.assert_close(mean_gradient([learner]), whole[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("per_token", "most"), [(0.5, 100), (0.01, 64), (1.0, 149)])
+def test_an_evaluations_chains_take_no_more_blocks_at_a_time_than_training(monkeypatch, per_token, most):
+    """Two rows of 100 supervised tokens have 198 blocks in chains; so has an evaluation no memory of its own."""
+    learner, seen = make_learner(objective={"anchors_per_token": per_token}, trainer={"micro_tokens": 200}), []
+    monkeypatch.setitem(CHAIN_BLOCKS, "cpu", 149)
+    pack = learner._pack
+
+    def noted(rows, anchors):
+        seen.append(sum(map(len, anchors)))
+        return pack(rows, anchors)
+
+    monkeypatch.setattr(learner, "_pack", noted)
+    rows = make_rows(100, 100, prompt=0)
+    learner.eval_record(rows.meta([1, 2]), rows.memory())
+    drawn, *chained = seen
+    assert drawn == {0.5: 100, 0.01: 2, 1.0: 198}[per_token]
+    assert max(chained) == most and sum(chained) == 198
 
 
 @pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["full", "sliding"])
