@@ -205,6 +205,7 @@ class Training:
         self._keeper = Checkpointer(
             paths.checkpoint_dir(run), keep_last=settings.keep_last, keep_best=settings.keep_best
         )
+        self._updating = 0.0  # seconds of the last update
         self._written = self._asked = (boundary.step, boundary.phase)  # the boundaries of the newest checkpoints
         self._asked_at = time.monotonic()
 
@@ -267,7 +268,9 @@ class Training:
         except (BadWorker, FeedStopped) as error:
             mine.stop, mine.unfit = str(error), isinstance(error, BadWorker)
         mine.listed = [[batch.pack(), reason] for batch, reason in self._source.listed(phase)]
+        asked = time.monotonic()
         mine.finite = bool(np.isfinite(self._learner.sums()).all())
+        mine.compute_s += time.monotonic() - asked  # a GPU may be at most of the records' work until then
         mine.account(self._learner.gaps.take())
         mine.memory, mine.reserved = self._learner.peak_memory()
         hours = self._run.trainer.max_hours
@@ -323,7 +326,9 @@ class Training:
             total = self._learner.sums()
             self._group.all_reduce(total)
             self._learner.reduce(self._group)
+            asked = time.monotonic()
             finite, values = self._learner.step(total, step, self._plan.total_steps)
+            self._updating = time.monotonic() - asked
             values["reduce_s"] = self._learner.reduce_seconds() if self._group.world > 1 else 0.0
             point("rank.stepped-not-recorded")
         else:
@@ -351,7 +356,9 @@ class Training:
     def _rates(self, everyone: list[Collected], reduction: float | None) -> dict[str, Any]:
         """Shares are of the phase, on this rank's clock. reduction: seconds, of a step."""
         wall = max(1e-9, time.monotonic() - self._phase_began)
-        busy = sum(one.compute_s for one in everyone) / len(everyone)
+        # The update waits for the sum of gradients before it, which has a figure of its own.
+        updating, self._updating = max(0.0, self._updating - (reduction or 0.0)), 0.0
+        busy = updating + sum(one.compute_s for one in everyone) / len(everyone)
         waited = sum(one.data_s for one in everyone) / len(everyone)
         last = max(one.arrived for one in everyone)
         idle = [min(1.0, (last - one.arrived) / wall) for one in everyone]

@@ -319,3 +319,35 @@ def test_waiting_while_the_device_computes_is_no_waiting_for_data(
     assert [values["wait_data"] for values in steps] == 3 * [pytest.approx(data / 3)]
     assert [values["rank_wait"] for values in steps] == 3 * [[pytest.approx(data / 3)]]
     assert [values["wait_gpu"] for values in steps] == 3 * [pytest.approx(1 - data / 3)]
+
+
+def test_computing_is_the_records_work_its_end_and_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A GPU is at the records when the host asks for their sums, and at the update when it asks whether all is finite:
+    1 s in each record, 2 in the sums, 4 in the update, of which half a second is the reduction over two ranks."""
+    now = [0.0]
+
+    class Slow(SumLearner):
+        def train_record(self, *arguments: Any, **more: Any) -> None:
+            now[0] += 1.0
+            super().train_record(*arguments, **more)
+
+        def sums(self) -> np.ndarray:
+            now[0] += 2.0
+            return super().sums()
+
+        def step(self, total: np.ndarray, step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
+            now[0] += 4.0
+            return super().step(total, step, total_steps)
+
+        def reduce_seconds(self) -> float:
+            return 0.5
+
+    loop = Loop(tmp_path, Slow(), max_steps=2, group=Both())
+    monkeypatch.setattr("paceline.consumer.training.time", SimpleNamespace(monotonic=lambda: now[0]))
+    loop.source.before = lambda phase: now.__setitem__(0, now[0] + 0.25)
+    loop.train()
+    steps = [values for kind, _, values, _ in loop.reported if kind is Kind.TRAIN]
+    for values in steps:
+        seconds = values["seconds"]
+        assert values["wait_data"] * seconds == pytest.approx(0.75)
+        assert values["wait_gpu"] * seconds == pytest.approx(2 * 1.0 + 2.0 + 4.0 - 0.5)
