@@ -110,7 +110,6 @@ def rank_parts(
     slots = slots_of(run, tokens, densest)
     scored = slots * (shape.block - 1) // shape.block
     heads = shape.vocabulary * shape.hidden * item * (1 if shape.tied else 2)
-    moments = 1 if run.optimizer.name == "muon" else 2
     landing = 2 * (shape.planes + run.target.last_hidden) * -(-tokens // LANDING_TOKENS) * LANDING_TOKENS * shape.hidden
     chunk_rows = min(scored, HEAD_CHUNK[device] // (4 * shape.vocabulary))
     logits = chunk_rows * shape.vocabulary * (item * (2 if run.objective.target_terms else 1) + eight)
@@ -124,7 +123,7 @@ def rank_parts(
             **({"drafter and head in fp8": 2 * (shape.weights + shape.vocabulary * shape.hidden)} if eight else {}),
             "drafter, float32 masters": shape.weights * WIDE,
             "gradients, float32": shape.weights * WIDE,
-            f"{run.optimizer.name} state": moments * shape.weights * WIDE,
+            f"{run.optimizer.name} state": _moments(run) * shape.weights * WIDE,
             **({"muon's updates between ranks": shape.weights * item} if muon_shared(run, shape) else {}),
             "micro-batch of hidden states": landing * ITEM_BYTES[run.record_dtype]
             + tokens * shape.planes * shape.hidden * item,
@@ -134,6 +133,21 @@ def rank_parts(
             "CUDA context": RANK_CONTEXT if device == "cuda" else 0,
         }
     )
+
+
+def checkpoint_bytes(run: "RunFile", shape: Shape) -> int:
+    """Of one checkpoint: float32 masters and moments. Rank 0 keeps a copy of as much in host memory while it writes."""
+    return shape.weights * WIDE * (1 + _moments(run))
+
+
+def checkpoints_kept(run: "RunFile") -> int:
+    """At most: the newest ones, the best one, and one that is being written."""
+    return run.checkpoint.keep_last + run.checkpoint.keep_best + 1
+
+
+def _moments(run: "RunFile") -> int:
+    """Float32 moments of a weight."""
+    return 1 if run.optimizer.name == "muon" else 2
 
 
 def muon_shared(run: "RunFile", shape: Shape) -> bool:

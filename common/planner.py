@@ -9,10 +9,11 @@
 It says where each figure is from. No torch, no CUDA: GPUs are asked for through nvidia-smi.
 """
 
+import contextlib
 import math
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from .footprint import (
     Shape,
     active_weights,
     attention_layers,
+    checkpoint_bytes,
+    checkpoints_kept,
     largest_micro_batch,
     micro_tokens,
     muon_flops,
@@ -103,6 +106,11 @@ class Plan:
     ring_folder: Path
     ring_free: int
     ring_there: int
+    checkpoint: int  # bytes of one
+    checkpoints: int  # at a time, at most
+    output: Path
+    output_free: int
+    output_there: int  # bytes of checkpoints
     speed: Speed | None
     why_no_speed: str
 
@@ -119,7 +127,8 @@ class Plan:
     def fits(self) -> bool:
         """Nothing that is known says that the run cannot start."""
         memory = self.memory is None or self.needed <= USABLE * self.memory
-        return memory and self.rings <= self.ring_free + self.ring_there
+        disk = self.checkpoint * self.checkpoints <= self.output_free + self.output_there
+        return memory and disk and self.rings <= self.ring_free + self.ring_there
 
     @property
     def rings(self) -> int:
@@ -172,7 +181,7 @@ def make_plan(
     shared = count < run.workers.count + run.trainer.ranks
     room = min((gpu.memory for gpu in found), default=None)
     spare = None if room is None else int(USABLE * room) - (worker.total if shared else 0)
-    folder = paths.ring_dir(run)
+    folder, kept = paths.ring_dir(run), paths.checkpoint_dir(run)
     speed, why = _speed(run, info, shape, found, last, supervised, target_rate, drafter_rate, live)
     return Plan(
         name=run.name,
@@ -190,7 +199,12 @@ def make_plan(
         ring=ring_bytes(run, planes, info.hidden_size),
         ring_folder=folder,
         ring_free=free_bytes(_nearest(folder)),
-        ring_there=sum(path.stat().st_blocks * 512 for path in folder.glob("*.ring")) if folder.is_dir() else 0,
+        ring_there=_blocks(folder.glob("*.ring")),
+        checkpoint=checkpoint_bytes(run, shape),
+        checkpoints=checkpoints_kept(run),
+        output=kept,
+        output_free=free_bytes(_nearest(kept)),
+        output_there=_blocks(kept.rglob("*.safetensors")),
         speed=speed,
         why_no_speed=why,
     )
@@ -218,6 +232,15 @@ def supervised_share(run: "RunFile") -> float | None:
     """Of the tokens of `data.rows`; None where the rows are not prepared yet."""
     rows = known_rows(run)
     return None if rows is None else rows.meta["supervised"] / rows.meta["tokens"]
+
+
+def _blocks(files: Iterable[Path]) -> int:
+    """Bytes that files take. Some may go meanwhile."""
+    total = 0
+    for path in files:
+        with contextlib.suppress(OSError):
+            total += path.stat().st_blocks * 512
+    return total
 
 
 def _nearest(folder: Path) -> Path:
@@ -341,6 +364,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "draft_positions": plan.slots,
         "of_rows": plan.of_rows,
         "rings": {"bytes": plan.rings, "each": plan.ring, "folder": str(plan.ring_folder), "free": plan.ring_free},
+        "checkpoints": {
+            "bytes": plan.checkpoint * plan.checkpoints,
+            "each": plan.checkpoint,
+            "folder": str(plan.output),
+            "free": plan.output_free,
+        },
         "speed": None if speed is None else {**speed.rates._asdict(), "unit": speed.unit, "source": speed.source},
         "splits": [
             {"split": str(split), "rate": split.rate, "waits": split.bound, "idle_targets": split.idle_targets,
@@ -354,7 +383,7 @@ def plan_lines(plan: Plan) -> list[str]:
     machine = _machine(plan.gpus)
     lines = [f"plan of {plan.name}: {plan.workers}-{plan.ranks}" + (f" on {machine}" if machine else ""), ""]
     lines += _memory_lines(plan)
-    lines += ["", *_ring_lines(plan), "", *_speed_lines(plan)]
+    lines += ["", *_ring_lines(plan), *_disk_lines(plan), "", *_speed_lines(plan)]
     return lines
 
 
@@ -391,6 +420,17 @@ def _ring_lines(plan: Plan) -> list[str]:
         return [f"{need}: fits ({size_text(plan.ring_free)} free{there})"]
     todo = "lower stream.slots or stream.token_budget, or enlarge /dev/shm (--shm-size in a container)"
     return [f"{need}: DOES NOT FIT ({size_text(plan.ring_free)} free{there}): {todo}"]
+
+
+def _disk_lines(plan: Plan) -> list[str]:
+    total = plan.checkpoint * plan.checkpoints
+    each = f"checkpoints: {plan.checkpoints} x {size_text(plan.checkpoint)} = {size_text(total)} in {plan.output}"
+    free = f"{size_text(plan.output_free)} free"
+    if plan.output_there:
+        free += f", {size_text(plan.output_there)} are there"
+    if total <= plan.output_free + plan.output_there:
+        return [f"{each}: fits ({free})"]
+    return [f"{each}: DOES NOT FIT ({free}): lower checkpoint.keep_last, or set output to a larger disk"]
 
 
 def _speed_lines(plan: Plan) -> list[str]:

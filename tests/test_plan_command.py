@@ -1,6 +1,7 @@
 """`paceline plan`: bytes against what was measured and what is really made, and splits against the arithmetic."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.common.footprint import (
     Shape,
     activation_bytes,
     active_weights,
+    checkpoint_bytes,
     largest_micro_batch,
     layer_weights,
     rank_parts,
@@ -296,6 +298,37 @@ def test_ring_bytes_are_those_of_the_file(tmp_path):
     with_ring = Ring.open(path, worker="w0", fingerprint=Fingerprint({"seed": 0}), slots=3, slot_bytes=size)
     assert ring_bytes(run, 2, HIDDEN) == path.stat().st_size
     with_ring.close()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_checkpoint_bytes_are_those_of_the_files(tmp_path, name):
+    """But for norms and headers, which are a few kilobytes."""
+    run = make_run(optimizer={"name": name}, drafter={"intermediate_size": CONFIG.intermediate_size})
+    learner = DFlashLearner(run, make_drafter(CONFIG), make_head(3), device="cpu", dtype=torch.float32)
+    learner.snapshot()(tmp_path)
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    counted = checkpoint_bytes(run, Shape.of(run, INFO, 2))
+    norms = 4 * 3 * sum(p.numel() for p in learner.drafter.parameters() if p.ndim == 1)
+    assert counted <= written <= counted + norms + 8192
+
+
+def test_checkpoints_that_the_disk_cannot_hold_are_said(tmp_path, monkeypatch):
+    """Three newest, the best, and one that is being written; those that are there need no more room."""
+    run = make_run(checkpoint={"keep_last": 3}).model_copy(update={"output": str(tmp_path / "out")})
+    each = checkpoint_bytes(run, Shape.of(run, INFO, 2))
+    monkeypatch.setattr(planner, "free_bytes", lambda folder: 5 * each if "out" in str(folder) else 2**40)
+    monkeypatch.setattr(planner, "_nearest", lambda folder: folder)
+    made = make_plan(run, INFO, [0, 1], live=False)
+    assert made.fits and any("checkpoints: 5 x" in line and "fits (" in line for line in plan_lines(made))
+    assert plan_json(made)["checkpoints"]["bytes"] == 5 * each
+    monkeypatch.setattr(planner, "free_bytes", lambda folder: 5 * each - 1 if "out" in str(folder) else 2**40)
+    made = make_plan(run, INFO, [0, 1], live=False)
+    assert not made.fits
+    said = "DOES NOT FIT .*: lower checkpoint.keep_last, or set output to a larger disk"
+    assert any(re.search(said, line) for line in plan_lines(made) if line.startswith("checkpoints:"))
+    (tmp_path / "out/checkpoints/step-00000001").mkdir(parents=True)
+    (tmp_path / "out/checkpoints/step-00000001/model.safetensors").write_bytes(bytes(8192))
+    assert make_plan(run, INFO, [0, 1], live=False).fits
 
 
 def test_the_targets_weights_are_read_from_the_headers(tmp_path):
