@@ -63,6 +63,7 @@ def test_of_alike_rows_it_is_what_they_have(tmp_path):
     )
     densest = Densest(run, rows)
     assert (densest.anchors(300), densest.anchors(50), densest.anchors(320)) == (45, 15, 48)
+    assert densest.anchors(1024) == 10 * 15 + 4, "the token budget is no multiple of a row"
     assert largest(run, rows) == 45 and micro_tokens(run, densest) == 300
     assert Densest(run).anchors(400) == 100
 
@@ -75,6 +76,8 @@ def test_rows_that_just_reach_the_limit_have_most():
     assert slots_of(run, 8192) == 4 * 512 * run.drafter.block_size
     few = make_run(data=data, objective=objective, stream={"token_budget": 16384}, trainer={"micro_tokens": 64})
     assert micro_tokens(few) == 3072, "a row is never parted"
+    more = make_run(data=data, objective=objective, stream={"token_budget": 4096}, trainer={"micro_tokens": 8192})
+    assert micro_tokens(more) == 4096, "nor is there more than a record"
 
 
 def test_a_row_counts_as_often_as_an_epoch_uses_it(tmp_path):
