@@ -120,7 +120,7 @@ def evaluate(
     "--prompts",
     metavar="FILE",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="JSONL of prompts for --check. Default: the demo's.",
+    help="Prompts for --check, as `paceline eval` reads them. Default: the demo's.",
 )
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Prompts for --check.")
 @click.option("--device", type=Device(), default="cpu", show_default=True, help="Where --check computes, in float32.")
