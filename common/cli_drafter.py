@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .cli_shared import Device, Number, check_picture, counter, json_option
+from .cli_shared import Device, Existing, Number, check_picture, counter, json_option
 from .errors import UsageError
 from .paths import check_writable, writing
 
@@ -112,14 +112,14 @@ def evaluate(
     "evaluations",
     metavar="FILE",
     multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=Existing("file"),
     help="A report of `paceline eval --out` for the model card. Repeatable. Those in the run's output are found.",
 )
 @click.option("--check", is_flag=True, help="Reload the folder in the engine's own code and decode with it.")
 @click.option(
     "--prompts",
     metavar="FILE",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=Existing("file"),
     help="Prompts for --check, as `paceline eval` reads them. Default: the demo's.",
 )
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Prompts for --check.")
@@ -138,9 +138,16 @@ def export(checkpoint: Path, out: Path | None, format_name: str, dtype: str | No
     folder = checkpoint
     if out is not None:
         folder, checkpoint = _export_to(checkpoint, out, format_name, dtype, options)
-    elif not check or not (checkpoint / "config.json").is_file():
+    elif not check or not _is_exported(checkpoint):
         raise UsageError("OUT is missing: the folder to write (or give an exported folder and --check)")
     return _check_export(folder, checkpoint if out is not None else None, options) if check else 0
+
+
+def _is_exported(folder: Path) -> bool:
+    """Whether it is an exported drafter and no checkpoint. ConfigError if it is neither."""
+    from ..consumer.export import check_drafter_folder
+
+    return (check_drafter_folder(folder) / "config.json").is_file()
 
 
 def _export_to(

@@ -175,7 +175,7 @@ def test_a_drafter_that_is_not_there_is_said_before_its_target_loads(
 ) -> None:
     monkeypatch.setattr(module, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
     target = str(tiny_target_dir) if named else None
-    with pytest.raises(ConfigError, match=r"there is no folder .*/absent$"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*/absent: give"):
         evaluate(tmp_path / "absent", prompts_file, target=target)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError):
@@ -256,7 +256,7 @@ def test_command(drafter_dir: Path, prompts_file: Path, tmp_path: Path, capsys: 
     assert json.loads((tmp_path / "eval.json").read_text())["verifications"] >= 1
     assert main([*common, "--max-new-tokens", "4", "--temperature", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sampling"]["proposals"] == "sampled"
-    assert main(["eval", str(tmp_path), "--prompts", str(prompts_file)]) == 2
+    assert main(["eval", str(tmp_path), "--prompts", str(prompts_file)]) == 78
 
 
 def test_files_that_cannot_be_written_are_said_before_decoding(

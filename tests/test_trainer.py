@@ -582,7 +582,7 @@ def test_resume_from_an_older_checkpoint_leaves_the_newer_aside(job: Job, undist
     assert "a newer checkpoint is left aside" in output
     assert job.audit().finished
     assert job.weight() == expected_weight(job, undisturbed)
-    assert "cannot resume: nowhere: there is no such checkpoint folder" in ended(job.trainer("nowhere"), 78)
+    assert "cannot resume: there is no folder nowhere: give a checkpoint" in ended(job.trainer("nowhere"), 78)
 
 
 @pytest.mark.parametrize("own", ["newer checkpoints", "none", "one left aside"])
