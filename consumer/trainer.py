@@ -372,7 +372,7 @@ class Trainer:
             try:
                 feeder.check()
             except PacelineError as error:
-                self._fail(error, DEATH_SECONDS)
+                self._fail(error, DEATH_SECONDS, "the feed failed")
             self._enforce()
             self._tick(feeder)
         self._look_at_ranks()
