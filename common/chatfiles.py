@@ -12,12 +12,14 @@ import codecs
 import gzip
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from .errors import ConfigError
 from .forms import CARRIERS, COLUMNS, OPEN_CARRIERS, Refused, first_line
@@ -72,6 +74,7 @@ class ArrowChunk:
 
 
 Chunk = TextChunk | ArrowChunk
+T = TypeVar("T")
 
 
 def check_names(paths: Sequence[Path]) -> None:
@@ -105,6 +108,11 @@ def read_chunks(paths: Sequence[Path], carriers: Sequence[str] = CARRIERS) -> It
     """The conversations of all files in order. ConfigError for a Parquet file without any of the columns `carriers`."""
     for file, path in enumerate(paths):
         yield from _read_parquet(file, path, carriers) if path.suffix == ".parquet" else _read_text(file, path)
+
+
+def first_rows(rows: Iterable[T], limit: int | None) -> Iterator[T]:
+    """The first `limit` of them, however large that is; all for None."""
+    return islice(rows, None if limit is None else min(limit, sys.maxsize))
 
 
 def _parse(text: bytes | Refused) -> Any:

@@ -19,7 +19,7 @@ from .paths import check_writable, writing
     metavar="SET",
     multiple=True,
     help="A prompt set's name (demo, human-eval, gsm8k, bfcl-simple, bfcl-multiple, bfcl-parallel, bfcl-live), or a "
-    'JSONL file of {"prompt": text} or {"messages": [...]}. Repeatable. Default: demo, 16 prompts.',
+    "chat file as `paceline regenerate` reads them. Repeatable. Default: demo, 16 prompts.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each set.")
 @click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")

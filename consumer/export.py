@@ -201,7 +201,10 @@ def drafter_source(path: Path) -> dict[str, Any]:
         except CheckpointError as error:
             raise UnfitCheckpoint(f"{path} is no complete checkpoint ({error}): give another") from None
     if (path / SOURCE).is_file():
-        return _object(path / SOURCE)
+        source = _object(path / SOURCE)
+        if not isinstance(source.get("target"), str | None):
+            raise ConfigError(f"{path / SOURCE}: target is no text: export the drafter again")
+        return source
     if is_speculators(path):
         return {"target": _verifier_name(_object(path / CONFIG))}
     return {}

@@ -145,6 +145,8 @@ def _from_zlab(values: dict[str, Any]) -> dict[str, Any]:
     if kinds != ["DFlashDraftModel"]:
         raise ConfigError(f"architectures is {kinds}, not a plain DFlash drafter's ['DFlashDraftModel']")
     nested = values.get("dflash_config") or {}
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"dflash_config is {nested!r}, not an object")
     foreign = {key: value for key, value in nested.items() if key not in _DFLASH_KEYS and not _neutral(value)}
     if foreign:
         raise ConfigError(f"dflash_config has {_listed(foreign)}, which a plain DFlash drafter does not do")

@@ -9,13 +9,12 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from ..common.chatfiles import PROMPT_CARRIERS, open_fault, read_chunks
+from ..common.chatfiles import PROMPT_CARRIERS, first_rows, open_fault, read_chunks
 from ..common.errors import ConfigError, UsageError, first_line
 from ..common.forms import OPEN_CARRIERS, Encoded, Refused, read, read_open
 
@@ -150,7 +149,7 @@ def _read_source(name: str, source: Source, limit: int | None) -> list[Prompt]:
             lines = (json.loads(line) for line in file if line.strip())
             return [
                 replace(source.make(item), where=f"prompt {number} of {name}")
-                for number, item in enumerate(islice(lines, limit), 1)
+                for number, item in enumerate(first_rows(lines, limit), 1)
             ]
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
@@ -173,7 +172,7 @@ def find_package_file(source: Source) -> Path | None:
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """The first `limit` prompts of a chat file: what `paceline prepare` and `paceline regenerate` read, and JSON lines
     under any other name. The answer that ends a conversation is left out. ConfigError names file and place."""
-    prompts = list(islice(_prompts(path), limit))
+    prompts = list(first_rows(_prompts(path), limit))
     if not prompts:
         raise ConfigError(f"{path}: no prompts in it")
     return prompts

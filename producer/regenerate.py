@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..common.chatfiles import PROMPT_CARRIERS, check_names, read_chunks
+from ..common.chatfiles import PROMPT_CARRIERS, check_names, first_rows, read_chunks
 from ..common.dataset import file_digest
 from ..common.errors import ConfigError, PacelineError, counted
 from ..common.forms import Refused, read_open
@@ -284,7 +284,7 @@ class _Job:
         return rows, left
 
     def _sources(self) -> Iterator[Source]:
-        return islice(_read(self._paths), self._limit)
+        return first_rows(_read(self._paths), self._limit)
 
     def dialogues(self) -> Iterator[Dialogue]:
         """The rows that are not done, in order. Those that ask nothing are refused on the way."""

@@ -149,3 +149,28 @@ def test_where_a_run_file_is_read(command, thing, things, tmp_path, capfd):
 def test_where_a_root_folder_is_given(command, thing, things, tmp_path, capfd):
     line = refused(command, things[thing], things, tmp_path / "out", capfd)
     assert ("there is no folder" if thing == "missing" else "is a file: give a folder") in line
+
+
+@pytest.mark.parametrize(
+    ("config_text", "source"),
+    [
+        ("{}", "3"),
+        ("{}", "{"),
+        ("{}", '{"target": 5}'),
+        ("garbage", None),
+        ("[1]", None),
+        ("{}", None),
+        ('{"num_hidden_layers": "x", "dflash_config": {}}', None),
+        ('{"num_hidden_layers": 1, "dflash_config": 3}', None),
+        ('{"speculators_model_type": "dflash", "speculators_config": 5}', None),
+        ('{"speculators_model_type": "dflash", "transformer_layer_config": {"rope_scaling": 7}}', None),
+    ],
+)
+def test_an_exported_folder_that_is_damaged(config_text, source, things, tmp_path, capfd):
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    (folder / "config.json").write_text(config_text)
+    if source is not None:
+        (folder / "paceline.json").write_text(source)
+    command = ["eval", "PATH"] if source is not None else ["eval", "PATH", "--target", "TARGET"]
+    refused(command, folder, things, tmp_path / "out", capfd)

@@ -194,3 +194,7 @@ def test_a_prompt_that_the_template_cannot_render_is_named(row, tmp_path, make_t
     prompts = read_prompts(write(tmp_path / "a.jsonl", {"prompt": "fine"}, row))
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: the chat template raises on it \(.+\)"):
         prompt_ids(tokenizer, prompts)
+
+
+def test_a_limit_beyond_counting_takes_all(tmp_path):
+    assert len(read_prompts(write(tmp_path / "a.jsonl", {"prompt": "x"}), 10**30)) == 1
