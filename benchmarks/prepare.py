@@ -33,9 +33,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from paceline.common.forms import Encoded
 from paceline.common.rows import Rows
 from paceline.producer.chat import cut_after_supervised
-from paceline.producer.forms import Encoded
 from paceline.producer.prepare import prepare
 from rich.console import Console
 from rich.table import Table

@@ -20,7 +20,7 @@ from . import __version__
 from .cli_bench import bench, plan
 from .cli_data import prepare, regenerate
 from .cli_drafter import evaluate, export
-from .cli_shared import Device, Number, json_option, load_run, run_argument, set_option
+from .cli_shared import Device, Existing, Number, json_option, load_run, run_argument, set_option
 from .errors import ConfigError, PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
     """The name and the ring folder's parent of a run given by name or by run file, without validating the file."""
     import tomllib
 
-    from .paths import DEFAULT_RING_DIR
+    from .paths import DEFAULT_RING_DIR, run_file_error
 
     if text is not None and not text.strip():
         raise UsageError("RUN is empty: give a run's name or its file")
@@ -140,7 +140,7 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
             raise ValueError("name and stream.ring_dir are texts")
         return name, path.absolute().parent / Path(rings).expanduser()  # as `runfile.load` has it
     except OSError as error:
-        raise ConfigError(f"{text}: {error.strerror}") from None
+        raise run_file_error(path, error) from None
     except KeyError:
         raise ConfigError(f"{text}: not a run file (it has no name)") from None
     except (ValueError, AttributeError, RuntimeError) as error:
@@ -155,7 +155,7 @@ def _run_reference(text: str | None) -> tuple[str | None, Path]:
 @click.option(
     "--data",
     metavar="FILE",
-    type=click.Path(path_type=Path, exists=True),
+    type=Existing("file"),
     help="Chat file to train on. Default: a slice of SmolLM2's own answers that comes along.",
 )
 @click.option("--plain", is_flag=True, help="Plain lines even on a terminal.")
@@ -502,7 +502,7 @@ def clean(run: str | None, dry_run: bool) -> None:
 
 _root_option = click.option(
     "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=Existing("folder"),
     default=Path("/"),
     help="Below this folder, as for an image; nothing is started or reloaded then.",
 )

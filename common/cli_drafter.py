@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .cli_shared import Device, Number, check_picture, counter, json_option
+from .cli_shared import Device, Existing, Number, check_picture, counter, json_option
 from .errors import UsageError
 from .paths import check_writable, writing
 
@@ -19,7 +19,7 @@ from .paths import check_writable, writing
     metavar="SET",
     multiple=True,
     help="A prompt set's name (demo, human-eval, gsm8k, bfcl-simple, bfcl-multiple, bfcl-parallel, bfcl-live), or a "
-    'JSONL file of {"prompt": text} or {"messages": [...]}. Repeatable. Default: demo, 16 prompts.',
+    "chat file as `paceline regenerate` reads them. Repeatable. Default: demo, 16 prompts.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each set.")
 @click.option("--thinking/--no-thinking", default=None, help="The chat template's enable_thinking.")
@@ -112,15 +112,15 @@ def evaluate(
     "evaluations",
     metavar="FILE",
     multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=Existing("file"),
     help="A report of `paceline eval --out` for the model card. Repeatable. Those in the run's output are found.",
 )
 @click.option("--check", is_flag=True, help="Reload the folder in the engine's own code and decode with it.")
 @click.option(
     "--prompts",
     metavar="FILE",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="JSONL of prompts for --check. Default: the demo's.",
+    type=Existing("file"),
+    help="Prompts for --check, as `paceline eval` reads them. Default: the demo's.",
 )
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Prompts for --check.")
 @click.option("--device", type=Device(), default="cpu", show_default=True, help="Where --check computes, in float32.")
@@ -138,9 +138,16 @@ def export(checkpoint: Path, out: Path | None, format_name: str, dtype: str | No
     folder = checkpoint
     if out is not None:
         folder, checkpoint = _export_to(checkpoint, out, format_name, dtype, options)
-    elif not check or not (checkpoint / "config.json").is_file():
+    elif not check or not _is_exported(checkpoint):
         raise UsageError("OUT is missing: the folder to write (or give an exported folder and --check)")
     return _check_export(folder, checkpoint if out is not None else None, options) if check else 0
+
+
+def _is_exported(folder: Path) -> bool:
+    """Whether it is an exported drafter and no checkpoint. ConfigError if it is neither."""
+    from ..consumer.export import check_drafter_folder
+
+    return (check_drafter_folder(folder) / "config.json").is_file()
 
 
 def _export_to(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -35,6 +35,22 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class Existing(click.Path):
+    """A path to a file, or to a folder, that is there. ConfigError if it is not: click's own would be a wrong usage."""
+
+    def __init__(self, kind: Literal["file", "folder"]) -> None:
+        super().__init__(file_okay=kind == "file", path_type=Path)  # for the shell's completion
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path, option = Path(value), param.opts[0] if param else ""
+        if not path.exists():
+            raise ConfigError(f"{option}: there is no {self._kind} {path}")
+        if path.is_dir() != (self._kind == "folder"):
+            raise ConfigError(f"{option}: {path} is a {'folder' if path.is_dir() else 'file'}: give a {self._kind}")
+        return path
 
 
 class Device(click.ParamType):

@@ -403,6 +403,7 @@ class RingLines(PlainView):
     SECONDS = 15.0
 
     def __init__(self, console: Console, table: Callable[[int], RenderableType]) -> None:
+        super().__init__()
         self._console, self._table = console, table
         self._shown = time.monotonic()
 

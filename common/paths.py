@@ -113,6 +113,15 @@ def writing(path: Path) -> Iterator[None]:
         raise PacelineError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+def run_file_error(path: Path, error: OSError) -> ConfigError:
+    """What to say of a run file that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return ConfigError(f"{path}: no such run file (`paceline init` writes one)")
+    if isinstance(error, IsADirectoryError):
+        return ConfigError(f"{path} is a folder: give the run file in it")
+    return ConfigError(f"{path}: the run file cannot be read: {error.strerror}")
+
+
 def check_private(path: Path) -> None:
     """Raises ConfigError unless `path` is a folder that is this user's alone to write; OSError if it is not there."""
     found = path.lstat()

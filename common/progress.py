@@ -6,6 +6,7 @@ Both are given the same events, child lines and status; neither starts a thread 
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from .telemetry import Status, bottleneck, duration
 if TYPE_CHECKING:
     from .up import Child, View
 
+_SEEN = 32  # lines of a child that are remembered as shown
 _LOG_LINE = re.compile(r"\[[^]]*\] step=\d+ loss=")
 _RELAYED = ("trainer", "prepare")  # whose lines a terminal shows as they come
 _UP = ("to start", "running", "restarts")  # states of a child that is part of the run
@@ -39,16 +41,22 @@ def make_view(run: RunFile, plain: bool = False) -> "View":
 class PlainView:
     """Every event and every line of every child, with the name of who says it."""
 
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[str]] = {}  # the last lines of each child
+
     def event(self, text: str, urgent: bool = False) -> None:
         self.line("up", text)
 
     def line(self, child: str, text: str) -> None:
+        self._seen.setdefault(child, deque(maxlen=_SEEN)).append(text)
         for part in text.splitlines():
             print(f"{child:<7} | {_unnamed(child, part)}", file=sys.stdout, flush=True)
 
     def failure(self, child: "Child", text: str, lines: Sequence[str]) -> None:
-        """The child's lines again, together: others' may stand between them."""
-        self.event("\n    ".join([text, *lines, f"(log: {child.log})"]), urgent=True)
+        """With those of the child's lines that were not shown as they came."""
+        seen = self._seen.pop(child.name, ())
+        unseen = [line for line in lines if line not in seen]
+        self.event("\n    ".join([text, *unseen, f"(log: {child.log})"]), urgent=True)
 
     def refresh(self, children: "Sequence[Child]", status: Status | None) -> None:
         pass

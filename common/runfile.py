@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, UsageError
+from .paths import run_file_error
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -496,10 +497,8 @@ class _Override(typing.NamedTuple):
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file (`paceline init` writes one)") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise run_file_error(path, error) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
-from ..common.errors import ConfigError, PacelineError
+from ..common.errors import ConfigError
 from ..common.plan import Plan, plan_from
 from ..common.rows import Rows
 from ..common.runfile import RunFile
@@ -104,8 +104,8 @@ def audit(checkpoint: str | Path, rows: Rows | None = None) -> AuditReport:
     """Audit a checkpoint folder; `rows` are the run's prepared rows, else found as its run file says.
 
     Raises:
-        PacelineError: the checkpoint is incomplete.
-        ConfigError: the prepared rows are not there any more, or are others.
+        ConfigError: there is no complete checkpoint, or one of another version; the prepared rows are not there any
+            more, or are others.
     """
     path = whole_checkpoint(Path(checkpoint))
     state = load_state(path)
@@ -135,10 +135,8 @@ def audit(checkpoint: str | Path, rows: Rows | None = None) -> AuditReport:
 def _run_file(path: Path, fields: dict[str, Any]) -> RunFile:
     try:
         return RunFile.model_validate(fields)
-    except ValidationError as error:
-        raise PacelineError(
-            f"{path}: its run file is of another version of paceline: {error.errors()[0]['msg']}"
-        ) from None
+    except ValidationError:
+        raise ConfigError(f"{path}: its run file is of another version of paceline: audit it with that one") from None
 
 
 def _rows_of(run: RunFile) -> Rows:

@@ -138,7 +138,8 @@ def find_evaluations(checkpoint: Path, state: CheckpointState, given: Sequence[P
 def _given(path: Path, state: CheckpointState) -> Evaluation:
     report = _report(path)
     if report is None:
-        raise ConfigError(f"{path}: no report of `paceline eval --out`")
+        problem = f"{path} is no report of `paceline eval --out`" if path.exists() else f"there is no file {path}"
+        raise ConfigError(f"--eval: {problem}: give one that it wrote")
     source = report.get("source") or {}
     if source and not _names(report, state):
         raise ConfigError(

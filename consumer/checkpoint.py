@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from ..common.batch import Kind
-from ..common.errors import PacelineError
+from ..common.errors import ConfigError, PacelineError
 from ..common.faults import point
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -48,6 +48,14 @@ Write = Callable[[Path], None]
 
 class CheckpointError(PacelineError):
     """A checkpoint cannot be read or written."""
+
+
+class UnfitCheckpoint(CheckpointError, ConfigError):
+    """What the user named is no checkpoint, or not a whole one. Exit code 78."""
+
+
+WANTED = f"a checkpoint (step-…), or {BEST} or {NEWEST} in a run's output folder"
+"""What can be given where a checkpoint is read."""
 
 
 class CheckpointState(BaseModel):
@@ -111,19 +119,19 @@ def find_checkpoint(path: Path) -> Path:
     folder or the folder of its checkpoints. best: see `best_of`.
 
     Raises:
-        CheckpointError: there is none, or `path` is such a FOLDER and names none.
+        UnfitCheckpoint: there is none, or `path` is such a FOLDER and names none.
     """
     if path.exists() or path.name not in (BEST, NEWEST):
         if not (path / STATE).is_file() and (path.name == FOLDER or (path / FOLDER).is_dir()):
-            raise CheckpointError(f"{path} holds checkpoints: name one of them, or {path / BEST} or {path / NEWEST}")
+            raise UnfitCheckpoint(f"{path} holds checkpoints: name one of them, or {path / BEST} or {path / NEWEST}")
         return path
     root = path.parent / FOLDER if (path.parent / FOLDER).is_dir() else path.parent
     complete = [found for found in folders(root) if damage(found, read=False) is None]
     if not complete:
-        raise CheckpointError(f"{path}: there is no complete checkpoint in {root}")
+        raise UnfitCheckpoint(f"{path}: there is no complete checkpoint in {root}")
     found = complete[0] if path.name == NEWEST else best_of(complete)
     if found is None:
-        raise CheckpointError(f"{path}: no checkpoint in {root} was evaluated (evaluation.every_steps, at_end)")
+        raise UnfitCheckpoint(f"{path}: no checkpoint in {root} was evaluated (evaluation.every_steps, at_end)")
     return found
 
 
@@ -143,16 +151,25 @@ def whole_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` names (`find_checkpoint`), all of whose bytes are as they were written.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or something else.
+        UnfitCheckpoint: there is none, or it is damaged or something else; says what could be given.
     """
-    path = find_checkpoint(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such checkpoint folder")
-    if not _NAME.fullmatch(path.name) and not any((path / name).exists() for name in (STATE, MANIFEST)):
-        raise CheckpointError(f"{path} is no checkpoint: it has neither {STATE} nor {MANIFEST}")
+    path = check_folder(find_checkpoint(path), WANTED)
+    if not any((path / name).exists() for name in (STATE, MANIFEST)):
+        if (path / "config.json").is_file():
+            raise UnfitCheckpoint(f"{path} is an exported drafter: give the checkpoint, which has the float32 masters")
+        if not _NAME.fullmatch(path.name):
+            raise UnfitCheckpoint(f"{path} is no checkpoint, it has neither {STATE} nor {MANIFEST}: give {WANTED}")
     if reason := damage(path):
-        raise CheckpointError(f"{path} is no complete checkpoint: {reason}")
+        raise UnfitCheckpoint(f"{path} is no complete checkpoint ({reason}): give another")
     return path
+
+
+def check_folder(path: Path, wanted: str) -> Path:
+    """`path`, if it is a folder; else UnfitCheckpoint, which says what is wanted."""
+    if path.is_dir():
+        return path
+    problem = f"{path} is a file" if path.exists() else f"there is no folder {path}"
+    raise UnfitCheckpoint(f"{problem}: give {wanted}")
 
 
 def damage(path: Path, *, read: bool = True) -> str | None:

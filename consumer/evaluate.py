@@ -250,20 +250,21 @@ def evaluate_sets(
     info = target_info(target)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     number = compute_dtype(dtype, device)
-    # Before the target: what is wrong with a drafter shows at once, and a large target takes minutes to load.
+    # Before the target: what is wrong with drafter or prompts shows at once, and a large target takes minutes to load.
     loaded = load_drafter(drafter, dtype=number, device=device, num_target_layers=info.num_layers)
     check_fits(loaded.config, info)
+    tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
+    asked = [prompt_ids(tokenizer, found.prompts, template_kwargs) for found in sets]
     model = load_causal_lm(info.path, number, device, trust_remote_code)
     loaded.to(model.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(info.path, trust_remote_code=trust_remote_code)
     total = sum(len(found.prompts) for found in sets)
     starts = accumulate((len(found.prompts) for found in sets), initial=0)
     reports = []
-    for found, start in zip(sets, starts, strict=False):
+    for found, ids, start in zip(sets, asked, starts, strict=False):
         report = evaluate_models(
             loaded,
             model,
-            prompt_ids(tokenizer, found.prompts, template_kwargs),
+            ids,
             max_new_tokens=max_new_tokens,
             stop_ids=stop_tokens(model, tokenizer),
             sampling=sampling,

@@ -20,15 +20,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common import __version__
-from ..common.errors import ConfigError, UsageError
+from ..common.errors import ConfigError, UsageError, first_line
 from ..common.paths import make_folder
 from ..common.target_info import target_info
 from .card import CARD, find_evaluations, model_card
-from .checkpoint import MODEL, STATE, CheckpointState, damage, find_checkpoint, load_state
+from .checkpoint import (
+    MODEL,
+    STATE,
+    WANTED,
+    CheckpointError,
+    CheckpointState,
+    UnfitCheckpoint,
+    check_folder,
+    find_checkpoint,
+    load_state,
+    whole_checkpoint,
+)
 from .drafter import Drafter, DrafterConfig, blank_drafter
 from .formats import CONFIG, FORMATS, Verifier, config_values, is_speculators, read_config, read_tensors
 
 SOURCE = "paceline.json"  # what a folder exported here says of its checkpoint
+WANTED_DRAFTER = f"an exported drafter's folder, {WANTED}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def export(
         raise ConfigError(f"{out} exists; give a folder that does not")
     checkpoint = find_checkpoint(checkpoint)
     state = _whole_state(checkpoint)
-    config = DrafterConfig.from_dict(state.drafter)
+    config = _config_of(checkpoint, state)
     config = dataclasses.replace(config, dtype=dtype or config.dtype)
     trained_on = state.run["target"]["path"]
     name = target or trained_on
@@ -147,41 +159,72 @@ def load_drafter(
 
 def read_drafter(path: Path, num_target_layers: int | None = None) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Config and tensors, as they are stored, of a checkpoint folder or of an exported one of either format."""
-    path = find_checkpoint(path)
+    path = check_drafter_folder(path)
     if (path / STATE).is_file():
-        config = DrafterConfig.from_dict(_whole_state(path).drafter)
+        config = _config_of(path, _whole_state(path))
         return config, read_tensors(path, config)
-    if not (path / CONFIG).is_file():
-        raise ConfigError(f"{path}: neither a checkpoint (no {STATE}) nor an exported drafter (no {CONFIG})")
     config = read_config(path, num_target_layers)
     return config, read_tensors(path, config, verifiers=is_speculators(path))
 
 
 def _whole_state(checkpoint: Path) -> CheckpointState:
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint}: there is no such checkpoint folder")
-    if (checkpoint / CONFIG).is_file():
-        raise ConfigError(f"{checkpoint} is an exported drafter: give the checkpoint, which has the float32 masters")
-    reason = damage(checkpoint)
-    if reason is not None:
-        raise ConfigError(f"{checkpoint}: not a complete checkpoint: {reason}")
-    return load_state(checkpoint)
+    return load_state(whole_checkpoint(checkpoint))
+
+
+def _config_of(checkpoint: Path, state: CheckpointState) -> DrafterConfig:
+    try:
+        return DrafterConfig.from_dict(state.drafter)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint / STATE}: drafter: {error}") from error
+
+
+def check_drafter_folder(path: Path) -> Path:
+    """The folder of a drafter that `path` names (`find_checkpoint`): a checkpoint's or an exported one.
+
+    Raises:
+        ConfigError: it is neither; what is in it may still be damaged.
+    """
+    path = check_folder(find_checkpoint(path), WANTED_DRAFTER)
+    if not any((path / name).is_file() for name in (STATE, CONFIG)):
+        neither = f"{path} is neither a checkpoint (no {STATE}) nor an exported drafter (no {CONFIG})"
+        raise ConfigError(f"{neither}: give {WANTED_DRAFTER}")
+    return path
 
 
 def drafter_source(path: Path) -> dict[str, Any]:
     """What a checkpoint or a folder exported here says of its run, step, target and metrics; of a speculators folder of
-    others the target alone, and of any other nothing. ConfigError if there is no such folder."""
-    path = find_checkpoint(path)
-    if not path.is_dir():
-        raise ConfigError(f"there is no folder {path}")
+    others the target alone, and of any other nothing. ConfigError if it is neither, or cannot be read."""
+    path = check_drafter_folder(path)
     if (path / STATE).is_file():
-        return source_of(load_state(path))
+        try:
+            return source_of(load_state(path))
+        except CheckpointError as error:
+            raise UnfitCheckpoint(f"{path} is no complete checkpoint ({error}): give another") from None
     if (path / SOURCE).is_file():
-        return json.loads((path / SOURCE).read_text(encoding="utf-8"))
+        source = _object(path / SOURCE)
+        if not isinstance(source.get("target"), str | None):
+            raise ConfigError(f"{path / SOURCE}: target is no text: export the drafter again")
+        return source
     if is_speculators(path):
-        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        return {"target": values.get("speculators_config", {}).get("verifier", {}).get("name_or_path")}
+        return {"target": _verifier_name(_object(path / CONFIG))}
     return {}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object. ConfigError if the file holds none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}): export the drafter again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no JSON object: export the drafter again")
+    return values
+
+
+def _verifier_name(values: Any) -> str | None:
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        values = values.get(key) if isinstance(values, dict) else None
+    return values if isinstance(values, str) else None
 
 
 def drafter_target(path: Path) -> str | None:

@@ -119,7 +119,7 @@ def read_config(folder: Path, num_target_layers: int | None = None) -> DrafterCo
     path = folder / CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no readable drafter config ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: not a JSON object")
@@ -134,9 +134,10 @@ def read_config(folder: Path, num_target_layers: int | None = None) -> DrafterCo
 
 def is_speculators(folder: Path) -> bool:
     try:
-        return KIND in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(values, dict) and KIND in values
 
 
 def _from_zlab(values: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +145,8 @@ def _from_zlab(values: dict[str, Any]) -> dict[str, Any]:
     if kinds != ["DFlashDraftModel"]:
         raise ConfigError(f"architectures is {kinds}, not a plain DFlash drafter's ['DFlashDraftModel']")
     nested = values.get("dflash_config") or {}
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"dflash_config is {nested!r}, not an object")
     foreign = {key: value for key, value in nested.items() if key not in _DFLASH_KEYS and not _neutral(value)}
     if foreign:
         raise ConfigError(f"dflash_config has {_listed(foreign)}, which a plain DFlash drafter does not do")

@@ -1,4 +1,4 @@
-"""Prompt sets that drafters are evaluated on: a JSONL file, or a name.
+"""Prompt sets that drafters are evaluated on: a chat file, or a name.
 
 Names stand for sets that PyPI packages carry inside their wheels, so that nothing is fetched from a hub. The packages
 are found without being imported, and are best installed without their dependencies: only their data are read.
@@ -7,21 +7,30 @@ are found without being imported, and are best installed without their dependenc
 import gzip
 import importlib.util
 import json
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..common.errors import ConfigError, UsageError
+import numpy as np
+
+from ..common.chatfiles import PROMPT_CARRIERS, first_rows, open_fault, read_chunks
+from ..common.errors import ConfigError, UsageError, first_line
+from ..common.forms import OPEN_CARRIERS, Encoded, Refused, read, read_open
 
 
-class Prompt(NamedTuple):
-    """Chat messages to be answered, and the tools offered."""
+@dataclass(frozen=True)
+class Prompt:
+    """Chat messages to be answered, and the tools offered.
+
+    variables: for the chat template, of this prompt alone. tokens: the prompt as ids, of a row that came tokenised and
+    has no messages. where: file and place, for what is wrong with it."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    tokens: list[int] | None = None
+    where: str = field(default="", compare=False)
 
 
 class PromptSet(NamedTuple):
@@ -100,7 +109,7 @@ def set_names() -> list[str]:
 
 
 def load_set(reference: str, limit: int | None = None) -> PromptSet:
-    """The first `limit` prompts of a set, by name or by JSONL file (`read_prompts`).
+    """The first `limit` prompts of a set, by name or by chat file (`read_prompts`).
 
     ConfigError if a file can't be read or a package is missing; UsageError if it is neither name nor file.
     """
@@ -138,7 +147,10 @@ def _read_source(name: str, source: Source, limit: int | None) -> list[Prompt]:
     try:
         with _opened(path) as file:
             lines = (json.loads(line) for line in file if line.strip())
-            return [source.make(item) for item in islice(lines, limit)]
+            return [
+                replace(source.make(item), where=f"prompt {number} of {name}")
+                for number, item in enumerate(first_rows(lines, limit), 1)
+            ]
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"{path}: not the data of {source.package} that this version knows ({type(error).__name__}: {error})"
@@ -158,43 +170,55 @@ def find_package_file(source: Source) -> Path | None:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The prompts in the lines of a JSONL file (.gz too): `{"prompt": text}` or `{"messages": [...]}`, perhaps with
-    `tools`. An assistant turn that ends the conversation is left out. ConfigError names file and line."""
-    prompts: list[Prompt] = []
-    try:
-        with _opened(path) as file:  # line by line: splitlines() would also split at U+2028, which JSON may hold
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    prompts.append(_prompt(line, f"{path}:{number}"))
-                if len(prompts) == limit:
-                    break
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(f"{path}: cannot read prompts: {error}") from None
+    """The first `limit` prompts of a chat file: what `paceline prepare` and `paceline regenerate` read, and JSON lines
+    under any other name. The answer that ends a conversation is left out. ConfigError names file and place."""
+    prompts = list(first_rows(_prompts(path), limit))
     if not prompts:
         raise ConfigError(f"{path}: no prompts in it")
     return prompts
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _prompts(path: Path) -> Iterator[Prompt]:
+    if fault := open_fault(path):
+        raise ConfigError(f"{path}: cannot read prompts: {fault}")
     try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON ({error.msg}, column {error.colno}); a prompt is one line") from None
-    if not isinstance(item, dict):
-        item = {}
-    tools = item.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ConfigError(f"{where}: tools is not a list of objects")
-    if isinstance(item.get("prompt"), str):
-        return Prompt([{"role": "user", "content": item["prompt"]}], tools)
-    messages = item.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ConfigError(f'{where}: expected {{"prompt": text}} or {{"messages": [...]}} with a role in each')
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ConfigError(f"{where}: no message before the answer")
-    return Prompt(messages, tools)
+        for chunk in read_chunks([path], PROMPT_CARRIERS):
+            for place, row in chunk.rows():
+                yield _prompt(row, f"{path}{place}")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read prompts: {error.strerror or error}") from None
+
+
+def _prompt(row: Any, where: str) -> Prompt:
+    try:
+        if isinstance(row, Refused):
+            raise row
+        if (tokens := _tokens(row)) is not None:
+            return Prompt([], tokens=tokens, where=where)
+        asked = read_open(row)
+        messages = asked.messages[:-1] if asked.messages[-1]["role"] == "assistant" else asked.messages
+        if not messages:
+            raise Refused("no message before the answer")
+    except Refused as refused:
+        raise ConfigError(f"{where}: {refused}") from None
+    return Prompt(messages, asked.tools, asked.variables, where=where)
+
+
+def _tokens(row: Any) -> list[int] | None:
+    """Of a tokenised row what comes before its last answer, None if it is another or has messages. Raises Refused."""
+    if not isinstance(row, Mapping) or any(row.get(name) is not None for name in OPEN_CARRIERS):
+        return None
+    found = read(row)
+    if not isinstance(found, Encoded):
+        return None
+    before = np.flatnonzero(
+        np.diff(found.mask.astype(np.int8), prepend=0) == 1
+    )  # where runs of supervised tokens start
+    if not len(before) or not before[-1]:
+        raise Refused(
+            "no tokens before the answer" if len(before) else "no supervised token says where the answer starts"
+        )
+    return found.tokens[: before[-1]].tolist()
 
 
 def prompt_ids(
@@ -202,19 +226,33 @@ def prompt_ids(
 ) -> list[list[int]]:
     """Token ids of each prompt, with the chat template's generation prompt; without a template, the bare text.
 
-    template_kwargs: variables for the template, such as enable_thinking.
+    template_kwargs: variables for the template, such as enable_thinking; a prompt's own win. ConfigError names a prompt
+    that the template raises on, or whose tokens the tokenizer lacks.
     """
+    return [_ids(tokenizer, prompt, template_kwargs or {}) for prompt in prompts]
+
+
+def _ids(tokenizer: Any, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> list[int]:
+    if prompt.tokens is not None:
+        if max(prompt.tokens) >= len(tokenizer):
+            raise ConfigError(
+                f"{prompt.where}: token ids that the tokenizer lacks ({max(prompt.tokens)}, the largest is "
+                f"{len(tokenizer) - 1}): it was tokenised for another model"
+            )
+        return prompt.tokens
     if not getattr(tokenizer, "chat_template", None):
-        return [tokenizer("\n".join(str(m["content"]) for m in prompt.messages))["input_ids"] for prompt in prompts]
-    found = []
-    for prompt in prompts:
+        return list(tokenizer("\n".join(str(m["content"]) for m in prompt.messages))["input_ids"])
+    import jinja2
+
+    try:
         ids = tokenizer.apply_chat_template(
             prompt.messages,
             tools=prompt.tools,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **(template_kwargs or {}),
+            **{**template_kwargs, **prompt.variables},
         )
-        found.append(list(ids["input_ids"]))
-    return found
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{prompt.where}: the chat template raises on it ({first_line(error)})") from error
+    return list(ids["input_ids"])

@@ -83,13 +83,26 @@ class DFlash:
         if self._device.type == "cuda":
             rehearsal.rehearse(self._learner, Densest(run, rows))
         moments.append(time.monotonic())
-        took = [end - start for start, end in pairwise(moments)]
-        log.info("rank %d is ready: %.1f s for libraries, %.1f s for weights, %.1f s for a rehearsal", job.rank, *took)
+        self._rank, self._took = job.rank, [end - start for start, end in pairwise(moments)]
+        if resumed is None:
+            self._say_ready()
         self.train_record, self.eval_record = self._learner.train_record, self._learner.eval_record
         self.prepare, self.gaps = self._learner.prepare, self._learner.gaps
         self.sums, self.reduce, self.discard = self._learner.sums, self._learner.reduce, self._learner.discard
         self.reduce_seconds = self._learner.reduce_seconds
-        self.snapshot, self.restore = self._learner.snapshot, self._learner.restore
+        self.snapshot = self._learner.snapshot
+
+    def restore(self, folder: Path) -> None:
+        begun = time.monotonic()
+        self._learner.restore(folder)
+        self._took.append(time.monotonic() - begun)
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        parts = zip(self._took, ("libraries", "weights", "a rehearsal", "the checkpoint"), strict=False)
+        log.info(
+            "rank %d is ready: %s", self._rank, ", ".join(f"{seconds:.1f} s for {part}" for seconds, part in parts)
+        )
 
     def step(self, total: NDArray[np.float64], step: int, total_steps: int) -> tuple[bool, dict[str, Any]]:
         lr = self._lr_at(step, total_steps, self._settings)
@@ -171,8 +184,7 @@ def main(make_learner: MakeLearner = DFlash, make_group: MakeGroup = join_group)
         reports.end("stopped", "")
         return 0
     except PacelineError as error:
-        print(f"paceline: rank {job.rank}: {error}", file=sys.stderr, flush=True)
-        reports.end("crashed", str(error))
+        reports.end("crashed", str(error))  # the main process says it, once
         return error.exit_code
 
 

@@ -43,9 +43,9 @@ class Rank:
         return self.process.returncode
 
     def obituary(self) -> str:
-        """How it ended, with its last lines."""
-        lines = "".join(f"\n    {line}" for line in self.tail)
-        return f"rank {self.number} {how_it_ended(self.code or 0)}{'; its last lines:' if lines else ''}{lines}"
+        """How it ended, with its last line; those before were passed on."""
+        last = next((f": {line.strip()}" for line in reversed(self.tail) if line.strip()), "")
+        return f"rank {self.number} {how_it_ended(self.code or 0)}{last}"
 
 
 class RankSet:

@@ -29,7 +29,7 @@ from typing import Any
 
 from ..common import devices, faults, paths
 from ..common.batch import Kind
-from ..common.errors import ConfigError, PacelineError, counted
+from ..common.errors import ConfigError, PacelineError, counted, how_it_ended
 from ..common.fingerprint import Fingerprint
 from ..common.finished import clear_finished, mark_finished
 from ..common.locks import FileLock, held_by
@@ -275,6 +275,7 @@ class Trainer:
         self._kill_at: float | None = None  # when ranks that should stop are killed
         self._killed = False
         self._failure: PacelineError | None = None
+        self._said: set[str] = set()  # what other ranks died of
         self._ending: tuple[str, str] | None = None  # what the ranks agreed on
         self._ticked = 0.0
         self._message = ""
@@ -371,7 +372,7 @@ class Trainer:
             try:
                 feeder.check()
             except PacelineError as error:
-                self._fail(error, DEATH_SECONDS)
+                self._fail(error, DEATH_SECONDS, "the feed failed")
             self._enforce()
             self._tick(feeder)
         self._look_at_ranks()
@@ -407,20 +408,30 @@ class Trainer:
                     self._ending = rank.end
                     self._limit(STOP_SECONDS)
             elif rank.code is not None and not self._killed and not self._told_while_starting(rank):
-                self._fail(_death(rank), DEATH_SECONDS)
+                self._fail(_death(rank), DEATH_SECONDS, f"rank {rank.number} {how_it_ended(rank.code)}")
+                self._say_another(rank)
         if self._kill_at is None and (hung := self._ranks.hung(self._run.trainer.hang_seconds)):
             names = ", ".join(f"rank {rank.number} ({rank.state})" for rank in hung)
             seconds = self._run.trainer.hang_seconds
-            self._fail(PacelineError(f"no progress for {seconds:.0f} s (trainer.hang_seconds): {names}"), 0.0)
+            why = f"no progress for {seconds:.0f} s (trainer.hang_seconds): {names}"
+            self._fail(PacelineError(why), 0.0, f"{names} without progress")
+
+    def _say_another(self, rank: Rank) -> None:
+        """What a rank died of, if it is not what the trainer ends with, nor was said before."""
+        why = rank.end[1] if rank.end else ""
+        if why and why not in self._said and why not in str(self._failure):
+            self._said.add(why)
+            print(f"rank {rank.number}: {why}", file=sys.stderr, flush=True)
 
     def _told_while_starting(self, rank: Rank) -> bool:
         """It was told to stop before it could listen, and has nothing to save."""
         return self._flag.requested is not None and rank.state == "starting" and rank.code == -signal.SIGTERM
 
-    def _fail(self, error: PacelineError, patience: float) -> None:
+    def _fail(self, error: PacelineError, patience: float, what: str) -> None:
+        """what: has happened, in few words: the error itself is said when this process ends with it."""
         if self._failure is None:
             self._failure = error
-            print(f"stopping all ranks: {error}", file=sys.stderr, flush=True)
+            print(f"stopping all ranks: {what}", file=sys.stderr, flush=True)
             self._ranks.signal(signal.SIGTERM)
             self._limit(patience)
 

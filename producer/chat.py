@@ -39,7 +39,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Encoding, Tokenizer
 
 from ..common.errors import ConfigError
-from .forms import CLOSE, OPEN, Conversation, Encoded, Refused, first_line, read
+from ..common.forms import CLOSE, OPEN, Conversation, Encoded, Refused, first_line, read
 
 FIXED_DATE = datetime(2025, 1, 1)
 """Today's date, to templates that ask."""

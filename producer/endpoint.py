@@ -31,7 +31,7 @@ from typing import Any
 import httpx2
 
 from ..common.errors import ConfigError, PacelineError, UsageError, counted
-from .forms import Refused
+from ..common.forms import Refused
 from .replies import Question, Reply, Sampling, Unanswered
 
 MOST_BYTES = 32 << 20  # of one response; more is no answer but a fault

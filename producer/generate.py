@@ -19,11 +19,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ..common.errors import ConfigError
+from ..common.forms import Encoded, Refused, read_open
 from ..common.loading import compute_dtype, load_causal_lm, stop_tokens
 from ..common.reference import TOLERANCE
 from ..common.target_info import TargetInfo, target_info
 from .chat import ChatEncoder
-from .forms import Encoded, Refused, read_open
 from .prepare import load_format
 from .replies import Question, Reply, Sampling
 

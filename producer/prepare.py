@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..common.chatfiles import Chunk, check_names, read_chunks
 from ..common.dataset import cache_key, cached_rows, file_digest, tokenizer_digest, wait_for_lock
 from ..common.errors import ConfigError, PacelineError, counted
+from ..common.forms import Encoded, Refused
 from ..common.gguf import converted
 from ..common.locks import FileLock
 from ..common.paths import cache_dir, make_folder
@@ -34,8 +36,6 @@ from ..common.record import MIN_ROW_TOKENS
 from ..common.rows import Rows, RowsWriter, check_no_others, has_scratch, read_meta, remove_scratch
 from ..common.target_info import end_token_ids, pad_token_id
 from .chat import ChatEncoder, ChatFormat, Outline, cut_after_supervised, thinking_variables
-from .chatfiles import Chunk, check_names, read_chunks
-from .forms import Encoded, Refused
 
 if TYPE_CHECKING:
     from ..common.runfile import RunFile

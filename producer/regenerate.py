@@ -21,11 +21,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..common.chatfiles import PROMPT_CARRIERS, check_names, first_rows, read_chunks
 from ..common.dataset import file_digest
 from ..common.errors import ConfigError, PacelineError, counted
+from ..common.forms import Refused, read_open
 from .answers import Answers, RowId
-from .chatfiles import check_names, read_chunks
-from .forms import Refused, read_open
 from .replies import Question, Reply, Sampling, Unanswered
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Source(NamedTuple):
 
 
 def _read(paths: Sequence[Path]) -> Iterator[Source]:
-    for chunk in read_chunks(paths):
+    for chunk in read_chunks(paths, PROMPT_CARRIERS):
         for place, row in chunk.rows():
             number = int(place.strip(":[]")) + place.startswith("[")  # elements of an array count from 0
             yield Source(RowId(chunk.file, number), f"{paths[chunk.file]}{place}", row)
@@ -284,7 +284,7 @@ class _Job:
         return rows, left
 
     def _sources(self) -> Iterator[Source]:
-        return islice(_read(self._paths), self._limit)
+        return first_rows(_read(self._paths), self._limit)
 
     def dialogues(self) -> Iterator[Dialogue]:
         """The rows that are not done, in order. Those that ask nothing are refused on the way."""
@@ -307,7 +307,7 @@ class _Job:
 
     def reject(self, source: Source, refused: Refused) -> None:
         """A row that can't be asked, or one that the target can't answer."""
-        reason = _reason(refused)
+        reason = str(refused)
         self._answers.refuse(source.id, source.where, reason)
         self.progress.refused += 1
         self.progress.left -= 1
@@ -322,7 +322,7 @@ class _Job:
             return
         self._held.append((dialogue.source, refused))
         if len(self._held) >= HOPELESS:
-            raise ConfigError(f"the first {HOPELESS} answers are of no use; the last: {_reason(refused)}")
+            raise ConfigError(f"the first {HOPELESS} answers are of no use; the last: {refused}")
 
     def fail(self, dialogue: Dialogue, error: Unanswered) -> None:
         """A row that another run is to ask again."""
@@ -362,10 +362,6 @@ class _Job:
             failed=self.progress.failed,
             tokens=found.tokens,
         )
-
-
-def _reason(refused: Refused) -> str:
-    return f"{refused.reason} ({refused.detail})" if refused.detail else refused.reason
 
 
 # Asking a target here

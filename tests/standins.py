@@ -22,6 +22,7 @@ import zmq
 from forking import fork_ranks_from_here, serve
 from paceline.common import faults, paths, record, wire
 from paceline.common.batch import BatchId
+from paceline.common.errors import ConfigError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.finished import is_finished
 from paceline.common.plan import Plan, PlanSpec, plan_from
@@ -133,10 +134,15 @@ class SumLearner:
     save_seconds: float = 0.0  # of writing a checkpoint
     poison: list[int] = field(default_factory=list)  # batch ids (packed) whose loss is NaN
     explode: str = ""  # what the first record's error says
+    refuse: str = ""  # why it cannot be made by this run file
     weight: float = 0.0
     steps: int = 0
     gaps: Gaps = field(default_factory=Gaps)
     _sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
+
+    def __post_init__(self) -> None:
+        if self.refuse:
+            raise ConfigError(self.refuse)
 
     def _read(self, meta: RecordMeta, states: memoryview, seconds: float) -> np.ndarray:
         time.sleep(seconds)

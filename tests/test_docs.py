@@ -81,7 +81,8 @@ def test_commands_were_found():
 
 def test_every_reason_for_a_refusal_is_in_the_table():
     code = "".join(
-        (ROOT / "producer" / name).read_text() for name in ("chat.py", "chatfiles.py", "forms.py", "prepare.py")
+        (ROOT / name).read_text()
+        for name in ("producer/chat.py", "producer/prepare.py", "common/chatfiles.py", "common/forms.py")
     )
     reasons = {reason.partition("{")[0] for reason in re.findall(r'Refused\(\s*f?"([^"]+)', code)}
     table = (ROOT / "docs/data.md").read_text().partition("## What is refused")[2]

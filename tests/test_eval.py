@@ -175,7 +175,7 @@ def test_a_drafter_that_is_not_there_is_said_before_its_target_loads(
 ) -> None:
     monkeypatch.setattr(module, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
     target = str(tiny_target_dir) if named else None
-    with pytest.raises(ConfigError, match=r"there is no folder .*/absent$"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*/absent: give"):
         evaluate(tmp_path / "absent", prompts_file, target=target)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError):
@@ -211,9 +211,8 @@ def test_prompts_as_other_programs_write_them(name: str, tmp_path: Path) -> None
     path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
     assert [prompt.messages[0]["content"] for prompt in read_prompts(path)] == said
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(
-        ConfigError, match="cannot read prompts" if path.suffix == ".gz" else r"prompts\.jsonl:2: not JSON"
-    ):
+    reason = "the file cannot be read further" if path.suffix == ".gz" else "not JSON"
+    with pytest.raises(ConfigError, match=rf"prompts\.jsonl(\.gz)?:[23]: {reason}"):
         read_prompts(path)
 
 
@@ -257,7 +256,7 @@ def test_command(drafter_dir: Path, prompts_file: Path, tmp_path: Path, capsys: 
     assert json.loads((tmp_path / "eval.json").read_text())["verifications"] >= 1
     assert main([*common, "--max-new-tokens", "4", "--temperature", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sampling"]["proposals"] == "sampled"
-    assert main(["eval", str(tmp_path), "--prompts", str(prompts_file)]) == 2
+    assert main(["eval", str(tmp_path), "--prompts", str(prompts_file)]) == 78
 
 
 def test_files_that_cannot_be_written_are_said_before_decoding(
@@ -467,3 +466,12 @@ def test_help_names_every_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--help"]) == 0
     shown = "".join(capsys.readouterr().out.split())  # lines may break inside names
     assert f"({','.join(set_names())})" in shown
+
+
+def test_prompts_that_cannot_be_asked_are_said_before_the_target_loads(
+    drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    (tmp_path / "a.jsonl").write_text('{"tokens": [99999999, 1], "loss_mask": [0, 1]}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: token ids that the tokenizer lacks"):
+        evaluate(drafter_dir, tmp_path / "a.jsonl", dtype="float32", device="cpu")

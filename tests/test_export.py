@@ -173,7 +173,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists"):
         export(saved, tmp_path / "there")
-    with pytest.raises(ConfigError, match="no such checkpoint"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         export(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(ConfigError, match="is an exported drafter"):
         export(export(saved, tmp_path / "exported").folder, tmp_path / "out")

@@ -19,11 +19,11 @@ from chat_templates import (
     REASONS,
     TOOLS,
 )
+from paceline.common import chatfiles
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.forms import Encoded, Refused, read
 from paceline.common.rows import Rows
-from paceline.producer import chatfiles
 from paceline.producer.chat import ChatEncoder, thinking_variables
-from paceline.producer.forms import Encoded, Refused, read
 from paceline.producer.prepare import load_format, prepare
 
 QUESTION, ANSWER = "The river carries the garden today.", "The market repairs the planet again."

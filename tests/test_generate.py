@@ -11,11 +11,11 @@ import torch
 from conftest import NOUNS
 from paceline.common.cli import main
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.forms import Refused
 from paceline.common.loading import load_causal_lm
 from paceline.common.rows import Rows
 from paceline.producer import generate as module
 from paceline.producer.chat import ChatEncoder
-from paceline.producer.forms import Refused
 from paceline.producer.generate import LocalTarget, generation_config
 from paceline.producer.prepare import load_format, prepare
 from paceline.producer.regenerate import Listener, regenerate

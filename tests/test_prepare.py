@@ -23,14 +23,14 @@ from chat_templates import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paceline.common import chatfiles
 from paceline.common.dataset import prepared_rows
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.forms import Encoded, Refused
 from paceline.common.rows import Rows
 from paceline.common.runfile import RunFile
-from paceline.producer import chatfiles
 from paceline.producer import prepare as module
 from paceline.producer.chat import ChatEncoder
-from paceline.producer.forms import Encoded, Refused
 from paceline.producer.prepare import load_format, prepare
 
 QUESTION = {"role": "user", "content": "The river carries the garden today."}

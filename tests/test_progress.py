@@ -138,7 +138,7 @@ def test_plain_lines(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(view, PlainView), "stdout is no terminal here"
     view.event("one\ntwo")
     view.line("w0", "w0: ready")
-    view.failure(child("w0", "failed"), "w0 failed", ["no memory"])
+    view.failure(child("w0", "failed"), "w0 failed", ["w0: ready", "no memory"])  # of which one was shown already
     view.refresh([], STATUS)
     view.close()
     assert capsys.readouterr().out == (

@@ -134,7 +134,7 @@ def test_what_is_no_drafter_is_said(tmp_path: Path, folders: dict[str, Path]) ->
     with pytest.raises(ConfigError, match=r"holds checkpoints: name one of them, or .*best"):
         start(folders["checkpoint"].parent)
     (folders["checkpoint"] / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="not a complete checkpoint"):
+    with pytest.raises(ConfigError, match="is no complete checkpoint"):
         start(folders["checkpoint"])
 
 

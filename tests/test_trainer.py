@@ -442,11 +442,21 @@ def test_hanging_rank_ends_the_trainer(job: Job):
     assert "no progress for 5 s (trainer.hang_seconds): rank 0" in output
 
 
-def test_dying_rank_shows_its_last_lines(job: Job):
+def test_dying_rank_shows_its_last_line(job: Job):
     trainer = job.trainer(learner={"explode": "the GPU fell off the bus"})
     job.worker(0)
     output = ended(trainer, 1)
-    assert re.search(r"rank 0 ended with exit code 1; its last lines:(\n    .*)+the GPU fell off the bus", output)
+    assert one_error(output) == "error: rank 0 ended with exit code 1: RuntimeError: the GPU fell off the bus"
+    assert output.count("the GPU fell off the bus") == 2, "its own traceback's, and the trainer's"
+    assert output.count("stopping all ranks: rank 0 ended with exit code 1\n") == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_rank_refuses_is_said_once(job: Job, ranks: int):
+    job.settings["trainer"]["ranks"] = ranks
+    output = ended(job.trainer(learner={"refuse": "no such layer"}), 78)
+    assert re.fullmatch(r"error: rank [01]: no such layer", one_error(output))
+    assert output.count("no such layer") == 1, output
 
 
 # Bad records and bad steps --------------------------------------------------------------------------------------------
@@ -582,7 +592,7 @@ def test_resume_from_an_older_checkpoint_leaves_the_newer_aside(job: Job, undist
     assert "a newer checkpoint is left aside" in output
     assert job.audit().finished
     assert job.weight() == expected_weight(job, undisturbed)
-    assert "cannot resume: nowhere: there is no such checkpoint folder" in ended(job.trainer("nowhere"), 78)
+    assert "cannot resume: there is no folder nowhere: give a checkpoint" in ended(job.trainer("nowhere"), 78)
 
 
 @pytest.mark.parametrize("own", ["newer checkpoints", "none", "one left aside"])

@@ -102,6 +102,7 @@ class Noting(PlainView):
     """Touches a file once an event holds a text, so that a script can go on from there."""
 
     def __init__(self, text: str, file: Path) -> None:
+        super().__init__()
         self.text, self.file = text, file
 
     def event(self, text: str, urgent: bool = False) -> None:
@@ -177,7 +178,7 @@ def test_a_child_that_dies_is_started_again(run_path: Path, capfd: pytest.Captur
     shown = capfd.readouterr().out
     died = "was killed by SIGKILL" if "kill" in ending else "ended with exit code 3"
     assert f"w0 {died}; starting it again in 0 s" in shown
-    assert "    oh no" in shown and "w0 started again" in shown
+    assert shown.count("oh no") == 1 and "w0 started again" in shown
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -197,6 +198,7 @@ class Broken(PlainView):
     """Of a terminal that is gone, or of another fault."""
 
     def __init__(self, error: Exception, after: str = "") -> None:
+        super().__init__()
         self.error, self.after = error, after
 
     def line(self, child: str, text: str) -> None:
@@ -268,7 +270,7 @@ def test_a_request_that_the_system_refuses_does_not_end_the_run(run_path: Path, 
 def test_a_child_that_keeps_dying_ends_the_run(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert up(run_path, command=Scripts(producer="echo again; exit 1"), policy=QUICK) == 1
     shown = capfd.readouterr().out
-    assert "does not stay up" in shown and "    again" in shown
+    assert "does not stay up" in shown and "w0      | again" in shown and "    again" not in shown
     assert log(run_path, "trainer").endswith("saved\n")
 
 
@@ -277,7 +279,7 @@ def test_a_bad_configuration_stops_all_at_once(run_path: Path, capfd: pytest.Cap
     bad = f"{wait_for('up', run_path.parent / 'out/logs/trainer.log')}; echo 'paceline: no such layer' >&2; exit {code}"
     assert up(run_path, command=Scripts(producer=bad), policy=QUICK) == code
     shown = capfd.readouterr().out
-    assert "no such layer" in shown and "would not help" in shown
+    assert shown.count("no such layer") == 1 and "would not help" in shown
     assert log(run_path, "trainer") == "up\nsaved\n"
 
 

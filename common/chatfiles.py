@@ -1,4 +1,4 @@
-"""Chat files, read in chunks of conversations that are parsed where they are tokenised.
+"""Chat files, read in chunks of conversations that are parsed where they are used.
 
     .jsonl .json (.gz .zst)   a JSON object a line, or one array of objects, told apart by their first character
     .parquet                  a row each
@@ -12,19 +12,23 @@ import codecs
 import gzip
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from ..common.errors import ConfigError
-from ..common.runfile import CHAT_SUFFIXES
-from .forms import CARRIERS, COLUMNS, Refused, first_line
+from .errors import ConfigError
+from .forms import CARRIERS, COLUMNS, OPEN_CARRIERS, Refused, first_line
+from .runfile import CHAT_SUFFIXES
 
 CHUNK, CHUNK_BYTES = 256, 8 << 20  # a chunk is full when it holds so many conversations, or so much text
 MAX_BYTES = 64 << 20  # of one conversation as JSON
+PROMPT_CARRIERS = (*CARRIERS, *(name for name in OPEN_CARRIERS if name not in CARRIERS))
+"""The columns that a row can come in where it need not hold an answer."""
 _BLOCK = 1 << 20  # bytes of an array read at a time
 _UNPACKED = 1 << 16  # bytes of zstd read at a time: a broken stream loses as many before the fault
 _BOM = b"\xef\xbb\xbf"
@@ -70,6 +74,7 @@ class ArrowChunk:
 
 
 Chunk = TextChunk | ArrowChunk
+T = TypeVar("T")
 
 
 def check_names(paths: Sequence[Path]) -> None:
@@ -83,21 +88,31 @@ def check_names(paths: Sequence[Path]) -> None:
 
 def name_fault(path: Path) -> str | None:
     """What is wrong with the path of a chat file, and what to give instead; None if it is one."""
+    if not path.is_dir() and not path.name.endswith(CHAT_SUFFIXES):
+        return f"chat files end in {', '.join(CHAT_SUFFIXES)}"
+    return open_fault(path) or (None if path.is_file() else "is no regular file")
+
+
+def open_fault(path: Path) -> str | None:
+    """As `name_fault`, of a file that may have any name and may be a pipe: one without a known ending is JSON."""
     if path.is_dir():
         return "is a folder: name each of its files"
-    if not path.name.endswith(CHAT_SUFFIXES):
-        return f"chat files end in {', '.join(CHAT_SUFFIXES)}"
-    if not path.is_file():
+    if not path.exists():
         return "no such file" + (
             "; patterns are not looked up: name each file" if re.search(r"[*?[]", str(path)) else ""
         )
     return None
 
 
-def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
-    """The conversations of all files in order. ConfigError for a Parquet file without any column that is read."""
+def read_chunks(paths: Sequence[Path], carriers: Sequence[str] = CARRIERS) -> Iterator[Chunk]:
+    """The conversations of all files in order. ConfigError for a Parquet file without any of the columns `carriers`."""
     for file, path in enumerate(paths):
-        yield from _read_parquet(file, path) if path.suffix == ".parquet" else _read_text(file, path)
+        yield from _read_parquet(file, path, carriers) if path.suffix == ".parquet" else _read_text(file, path)
+
+
+def first_rows(rows: Iterable[T], limit: int | None) -> Iterator[T]:
+    """The first `limit` of them, however large that is; all for None."""
+    return islice(rows, None if limit is None else min(limit, sys.maxsize))
 
 
 def _parse(text: bytes | Refused) -> Any:
@@ -210,7 +225,7 @@ def _gap_end(text: str, at: int) -> int:
 # Parquet
 
 
-def _read_parquet(file: int, path: Path) -> Iterator[Chunk]:
+def _read_parquet(file: int, path: Path, carriers: Sequence[str]) -> Iterator[Chunk]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -218,10 +233,11 @@ def _read_parquet(file: int, path: Path) -> Iterator[Chunk]:
     try:
         with pq.ParquetFile(path) as parquet:
             names = parquet.schema_arrow.names
-            if not set(names) & set(CARRIERS):
+            if not set(names) & set(carriers):
                 found = ", ".join(sorted(names))
-                raise ConfigError(f"{path}: no column {_either(CARRIERS)} (found {found})")
-            for batch in parquet.iter_batches(CHUNK, columns=[name for name in COLUMNS if name in names]):
+                raise ConfigError(f"{path}: no column {_either(carriers)} (found {found})")
+            read = [name for name in dict.fromkeys((*COLUMNS, *carriers)) if name in names]
+            for batch in parquet.iter_batches(CHUNK, columns=read):
                 sink = pa.BufferOutputStream()
                 with pa.ipc.new_stream(sink, batch.schema) as writer:
                     writer.write_batch(batch)

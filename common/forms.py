@@ -23,6 +23,8 @@ _TOKENS = ("tokens", "input_ids")
 _MASKS = ("loss_mask", "assistant_masks", "labels")
 CARRIERS = (*_MESSAGES, *_TOKENS)
 """The columns that a row can come in: it has one of them at least."""
+OPEN_CARRIERS = (*_MESSAGES, "prompt")
+"""The columns that `read_open` takes a row from."""
 COLUMNS = (*CARRIERS, *_MASKS, "attention_mask", "system", "tools", "finished", "chat_template_kwargs")
 """What is read of a row; other columns are left alone."""
 
@@ -54,6 +56,9 @@ class Refused(Exception):
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
 class Encoded(NamedTuple):
