@@ -64,7 +64,7 @@ class LiveView:
         self._run, self._console = run, console
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
-        self._begun = time.time()
+        self._begun = time.monotonic()
         self._workers = run.workers.count
         self._last: Status | None = None
 
@@ -107,7 +107,9 @@ class LiveView:
         run = self._run
         text = Text.assemble(("paceline ", "bold"), (run.name, "bold cyan"))
         shape = f"  {self._workers}-{run.trainer.ranks}: {counted(self._workers, 'worker')}, "
-        text.append(f"{shape}{counted(run.trainer.ranks, 'rank')}  up {duration(time.time() - self._begun)}", "dim")
+        text.append(
+            f"{shape}{counted(run.trainer.ranks, 'rank')}  up {duration(time.monotonic() - self._begun)}", "dim"
+        )
         return text
 
 
@@ -178,7 +180,7 @@ def _processes(children: "Sequence[Child]", status: Status | None) -> Renderable
             child.name,
             str(child.pid or ""),
             Text(state, style=_STYLES.get(child.state, "")),
-            duration(time.time() - child.started) if running else "",
+            duration(time.monotonic() - child.started) if running else "",
             *_queues(child.name, status if running else None),
             Text(said, style="dim"),
         )

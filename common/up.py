@@ -47,7 +47,7 @@ from .locks import FileLock, held_by
 from .runfile import RunFile, load
 from .scale import Wanted, gpu_devices, place, retire, retire_dead, shared, worker_index
 from .target_info import no_mask_token
-from .telemetry import STALE_SECONDS, Status, read_status
+from .telemetry import Status, StatusWatch
 
 TRAINER = "trainer"
 _PR_SET_PDEATHSIG = 1
@@ -109,7 +109,7 @@ class Child:
     leave_at: float | None = None  # of a worker that is removed: time.monotonic() of the next, stronger word to it
     told: bool = False  # by SIGTERM to leave
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0  # time.time()
+    started: float = 0.0  # time.monotonic()
     restarts: int = 0
     start_at: float = 0.0  # time.monotonic(), when it is to be started again
     failures: deque[float] = field(default_factory=deque)
@@ -138,7 +138,7 @@ class Child:
                 self.tail.close()
             self.tail = Tail(self.log)
             self.own_lines.clear()
-            self.started, self.state, self.start_at, self.ready = time.time(), "running", 0.0, False
+            self.started, self.state, self.start_at, self.ready = time.monotonic(), "running", 0.0, False
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -246,7 +246,7 @@ class Supervisor:
         self._again_by: float | None = None  # the trainer is to be started again: when it is killed if it still runs
         self._folder = paths.run_dir(run.name)
         self._fresh = paths.Freshness(self._folder)
-        self._status_path, self._finished = paths.status_path(run), paths.finished_path(run)
+        self._status, self._finished = StatusWatch(paths.status_path(run)), paths.finished_path(run)
         self.active: list[Child] = []
         self.code: int | None = None  # set once the run is being ended
         self._why = ""  # what a child said last before it failed
@@ -309,7 +309,7 @@ class Supervisor:
             self._control.serve()
             self._fresh.keep()
             self._enforce_deadlines()
-            self.view.refresh(self.active, self._status())
+            self.view.refresh(self.active, self._status.present())
             select.select([wake, self._ready, *self._control.descriptors()], [], [], _TICK)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
@@ -537,7 +537,7 @@ class Supervisor:
             self._stop(code if code in _FATAL else 1, "stopping: starting it again would not help")
         else:
             # A signal is somebody's doing, a child that was up can be so again; one that ends by itself at once cannot.
-            quick = code > 0 and not child.was_ready and time.time() - child.started < self.policy.quick
+            quick = code > 0 and not child.was_ready and time.monotonic() - child.started < self.policy.quick
             self._failed(child, how_it_ended(code), quick)
 
     def _edited(self, child: Child) -> bool:
@@ -586,7 +586,11 @@ class Supervisor:
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
-        if child is self.trainer and (said := (self._status() or {}).get("message")) and said not in " ".join(lines):
+        if (
+            child is self.trainer
+            and (said := (self._status.present() or {}).get("message"))
+            and said not in " ".join(lines)
+        ):
             lines.append(said)  # where its log could not be written, on a full disk
         self._why = lines[-1] if lines else text
         self.view.failure(child, text, lines[-8:])
@@ -610,6 +614,8 @@ class Supervisor:
 
     def _launch(self, child: Child) -> bool:
         """Starts a child. False where the system refuses that (no process, no file): it is tried again later."""
+        if child is self.trainer:
+            self._status.forget()
         try:
             child.start(self._environment)
         except OSError as error:
@@ -671,13 +677,6 @@ class Supervisor:
         else:
             child.signal(signal.SIGTERM)
         child.told, child.leave_at = True, time.monotonic() + self.policy.drain_kill
-
-    def _status(self) -> Status | None:
-        """status.json, if this trainer wrote it and lately."""
-        status = read_status(self._status_path)
-        if status is None or status.get("updated", 0.0) < max(self.trainer.started, time.time() - STALE_SECONDS):
-            return None
-        return status
 
 
 def _names(indices: Sequence[int]) -> str:

@@ -201,8 +201,8 @@ class Dialogue:
         return Question(list(self._made), self._tools, self._kwargs, seed)
 
     def take(self, reply: Reply) -> None:
-        """Adds an answer and what the input has up to the next question. Raises Refused for one that cannot be read as a
-        row is, such as half a character."""
+        """Adds an answer and what the input has up to the next question. Raises Refused for an answer that no row may
+        have, such as half a character."""
         read_open({"messages": [*self._made, reply.message], "tools": self._tools})
         self._made.append(reply.message)
         self._finished = reply.finished

@@ -58,7 +58,7 @@ def shown(console: Console) -> str:
 
 
 def child(name: str, state: str, line: str = "") -> Child:
-    made = Child(name, [], Path("/log"), state=state, started=time.time() - 90)
+    made = Child(name, [], Path("/log"), state=state, started=time.monotonic() - 90)
     made.own_lines.append(line)
     return made
 

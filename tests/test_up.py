@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -215,6 +215,31 @@ def test_a_run_that_cannot_be_shown_goes_on(run_path: Path, capfd: pytest.Captur
     assert log(run_path, "trainer") == "checkpoint\n"
     [line] = capfd.readouterr().err.splitlines()
     assert line == f"paceline: the run goes on unseen: {error.strerror}; its logs are in {w0.parent}"
+
+
+class Seeing(PlainView):
+    """Touches a file once the screen is given a status of this step."""
+
+    def __init__(self, step: int, file: Path) -> None:
+        self.step, self.file = step, file
+        self.steps: list[object] = []
+
+    def refresh(self, children: Sequence[Child], status: Mapping[str, object] | None) -> None:
+        self.steps.append((status or {}).get("step"))
+        if self.steps[-1] == self.step:
+            self.file.touch()
+
+
+@pytest.mark.parametrize("now", [1.0, 4e9])
+def test_figures_stay_on_the_screen_whatever_the_clock_is_set_to(run_path: Path, tmp_path: Path, now: float) -> None:
+    """It was set back, or forward, since the trainer started; and what an earlier trainer said is not this one's."""
+    status, seen = paths.status_path(load(run_path)), tmp_path / "seen"
+    write_status(status, {"step": 7, "updated": time.time()})
+    new = json.dumps({"step": 8, "updated": now})
+    script = f"echo '{new}' > {status}.new; mv {status}.new {status}; until test -e {seen}; do sleep 0.02; done"
+    view = Seeing(8, seen)
+    up(run_path, command=Scripts(consumer=f"{script}; touch {finished(run_path)}"), policy=QUICK, view=view)
+    assert 7 not in view.steps and 8 in view.steps
 
 
 def test_a_fault_of_the_supervisor_leaves_the_trainer_time_for_its_checkpoint(run_path: Path) -> None:
