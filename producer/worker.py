@@ -39,7 +39,7 @@ from ..common.devices import assign_devices, device_label, gpu_count
 from ..common.drops import lost
 from ..common.errors import ConfigError, PacelineError, counted
 from ..common.fingerprint import Fingerprint, run_fingerprint
-from ..common.finished import is_finished
+from ..common.finished import Marker, is_finished, marker
 from ..common.notify import Patience, Watchdog, notify
 from ..common.numa import bind_near
 from ..common.record import (
@@ -129,8 +129,8 @@ def _stop_signals() -> Iterator[list[int]]:
 
 def _serve(run: RunFile, index: int, device: str | None, source: StateSource | None, pending: list[int]) -> int:
     name = f"w{index}"
-    started = time.time()
-    if is_finished(run, started):
+    before = marker(run)
+    if is_finished(run, before):
         log.info("%s: run %s is finished", name, run.name)
         notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
         return 0
@@ -169,7 +169,7 @@ def _serve(run: RunFile, index: int, device: str | None, source: StateSource | N
             source = _make_source(run, info, layer_ids, device, rows, name)
         stack.callback(source.close)
         source.register(*ring.mapping())
-        return Worker(run, name, rows, ring, source, spec, pending, stack, started).run()
+        return Worker(run, name, rows, ring, source, spec, pending, stack, before).run()
 
 
 def _make_source(
@@ -358,9 +358,10 @@ class Worker:
         spec: RecordSpec,
         pending: list[int],
         stack: contextlib.ExitStack,
-        started: float,
+        before: Marker | None,
     ) -> None:
-        self._run, self._started = run, started
+        """before: the finished marker at this process's start."""
+        self._run, self._before = run, before
         self._name = name
         self._ring = ring
         self._source = source
@@ -501,7 +502,7 @@ class Worker:
             raise PacelineError(
                 f"{self._ring.path} vanished under its worker (removed by hand, by systemd's RemoveIPC or a logout)"
             )
-        if is_finished(self._run, self._started):
+        if is_finished(self._run, self._before):
             self._leaving = "finished"
         heard = self._want()
         self._next_tick = time.monotonic() + (TICK_S if heard else RETRY_S)
