@@ -84,6 +84,9 @@ class Tail:
 
     def lines(self, last: bool = False) -> list[str]:
         """New complete lines; with `last` also what stands without a line end."""
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():  # cut off in place, as copytruncate does
+            self._file.seek(0)
+            self._rest = b""
         *whole, self._rest = re.split(rb"[\r\n]", self._rest + (self._file.read() or b""))
         if last or len(self._rest) > 1 << 16:
             whole.append(self._rest)

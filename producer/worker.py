@@ -37,7 +37,7 @@ from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices, device_label, gpu_count
 from ..common.drops import lost
-from ..common.errors import ConfigError, PacelineError, counted
+from ..common.errors import ConfigError, PacelineError, counted, first_line
 from ..common.fingerprint import Fingerprint, run_fingerprint
 from ..common.finished import Marker, is_finished, marker
 from ..common.notify import Patience, Watchdog, notify
@@ -240,7 +240,7 @@ class WorkQueue:
         self._ahead = ahead
         self._items: dict[int, WorkItem] = {}
         self._ready: dict[int, Prepared] = {}
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, name="q_pre", daemon=True)
@@ -295,7 +295,9 @@ class WorkQueue:
         with self._changed:
             while batch not in self._ready:
                 if self._error is not None:
-                    raise PacelineError(f"the rows of a batch cannot be read: {self._error}") from self._error
+                    raise PacelineError(
+                        f"the rows of a batch cannot be read: {first_line(self._error)}"
+                    ) from self._error
                 self._changed.wait(1.0)
             del self._items[batch]
             prepared = self._ready.pop(batch)
@@ -325,7 +327,7 @@ class WorkQueue:
                     if self._items.get(item.batch) == item:  # it may have been dropped meanwhile
                         self._ready[item.batch] = prepared
                     self._changed.notify_all()
-        except (OSError, ValueError, IndexError) as error:
+        except Exception as error:  # whatever it is, `take` must not wait for rows that nobody reads
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -519,6 +519,22 @@ def test_tail(tmp_path: Path) -> None:
     tail.close()
 
 
+@pytest.mark.parametrize("after", ["new\n", "a line that is longer than all that was there before it\n"])
+def test_a_log_that_is_rotated_by_copy_is_read_on(tmp_path: Path, after: str) -> None:
+    """As logrotate's copytruncate does it, or a person who makes room."""
+    path = tmp_path / "log"
+    path.touch()
+    tail = Tail(path)
+    with open(path, "ab", buffering=0) as file:  # as the child's
+        file.write(b"a line\nhalf of an")
+        assert tail.lines() == ["a line"]
+        path.write_text("")
+        assert tail.lines() == []
+        file.write(after.encode())
+        assert tail.lines() == [after.strip()]
+    tail.close()
+
+
 def test_quick_failures_end_the_run_soon_but_not_after_it_was_up(run_path: Path, tmp_path: Path) -> None:
     """Three times right after its start, by itself: it will not come up. Signals and healthy lives are different."""
     policy = Policy(limit=6, first_pause=0.01, longest_pause=0.02)

@@ -287,6 +287,18 @@ def test_a_run_that_was_finished_by_other_limits_is_not_finished(run, feed):
     assert worker.join() == 0
 
 
+def test_a_reader_that_fails_ends_the_worker(run, monkeypatch):
+    """However it fails: else the loop would wait for its rows for ever."""
+    rows = Rows.open(run.data.rows)
+    monkeypatch.setattr(worker_module, "prepare", lambda *_: bytearray(1 << 62))  # MemoryError
+    queue = worker_module.WorkQueue(rows, 64, 1)
+    queue.add(wire.WorkItem(batch_word(0), (0,)))
+    until(lambda: not queue._thread.is_alive())
+    with pytest.raises(PacelineError, match=r"the rows of a batch cannot be read: MemoryError"):
+        queue.take(batch_word(0))
+    queue.close()
+
+
 def test_rows_of_another_vocabulary_are_refused(run, tmp_path):
     with RowsWriter(tmp_path / "rows") as writer:
         writer.add(np.full(8, 100, np.int32), np.ones(8, np.uint8))
