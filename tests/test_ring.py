@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -646,3 +647,17 @@ def test_a_lock_file_tells_who_holds_it(tmp_path: Path):
         assert path.stat().st_mode & 0o777 == 0o600
     assert held_by(path) is None and path.exists()
     assert FileLock(path, "another").acquire(blocking=True)
+
+
+def test_a_lock_on_a_full_disk_is_refused_in_words_and_given_back(tmp_path):
+    path, before = tmp_path / "consumer.lock", resource.getrlimit(resource.RLIMIT_FSIZE)
+    lock = FileLock(path, "trainer of run t")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=rf"cannot lock {path}: File too large"):
+            lock.acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert held_by(path) is None
+    assert lock.acquire() and held_by(path)
+    lock.release()
