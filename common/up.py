@@ -313,7 +313,7 @@ class Supervisor:
             self._fresh.keep()
             self._enforce_deadlines()
             self.view.refresh(self.active, self._status.present())
-            select.select([wake, self._ready, *self._control.descriptors()], [], [], _TICK)
+            _wait([wake, self._ready.fileno(), *self._control.descriptors()], _TICK)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
 
@@ -680,6 +680,14 @@ class Supervisor:
         else:
             child.signal(signal.SIGTERM)
         child.told, child.leave_at = True, time.monotonic() + self.policy.drain_kill
+
+
+def _wait(descriptors: Sequence[int], seconds: float) -> None:
+    """Until one can be read. By poll, as select takes no descriptor from 1024 on."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(seconds * 1000)
 
 
 def _names(indices: Sequence[int]) -> str:

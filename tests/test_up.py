@@ -5,6 +5,7 @@ A script can signal the supervisor as its parent (`kill -INT $PPID`), so no test
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -496,6 +497,24 @@ def test_an_output_folder_that_cannot_be(run_path: Path) -> None:
     (run_path.parent / "out").write_text("a file")
     with pytest.raises(ConfigError, match="output: cannot make folder"):
         up(run_path, command=Scripts(), policy=QUICK)
+
+
+def test_a_supervisor_with_more_than_a_thousand_files(run_path: Path) -> None:
+    """One for each worker's log is enough for that, with as many workers as `scale` takes."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 2048:
+        pytest.skip("so many files may not be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
+    files: list[int] = []
+    try:
+        while not files or files[-1] < 1100:  # beyond what select(2) takes
+            files.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        scripts = Scripts(consumer=f"sleep 0.1; touch {finished(run_path)}", producer="exit 0")
+        assert up(run_path, command=scripts, policy=QUICK) == 0
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_signal_handlers_are_put_back(run_path: Path) -> None:
