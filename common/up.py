@@ -119,6 +119,7 @@ class Child:
     quick_failures: int = 0  # in a row
     own_lines: deque[str] = field(default_factory=lambda: deque(maxlen=15))
     tail: Tail | None = None
+    stamp: object = None  # of the run file when it was started
 
     @property
     def pid(self) -> int | None:
@@ -239,13 +240,14 @@ class Supervisor:
         make_worker: "MakeWorker | None" = None,
         wanted: Wanted | None = None,
         reload: Callable[[], RunFile] | None = None,
+        stamp: Callable[[], object] = lambda: None,
     ) -> None:
-        """reload: the run file as it is now."""
+        """reload: the run file as it is now. stamp: what changes when it is written."""
         self.run_file, self.trainer, self.workers = run, trainer, list(workers)
         self.view: View = _Shown(view, trainer.log.parent)
         self.prepare, self.policy, self.make_worker = prepare, policy or Policy(), make_worker
         self.wanted = wanted or Wanted(len(self.workers))
-        self._reload = reload or (lambda: run)
+        self._reload, self._stamp = reload or (lambda: run), stamp
         self._again_by: float | None = None  # the trainer is to be started again: when it is killed if it still runs
         self._folder = paths.run_dir(run.name)
         self._fresh = paths.Freshness(self._folder)
@@ -544,8 +546,10 @@ class Supervisor:
             self._failed(child, how_it_ended(code), quick)
 
     def _edited(self, child: Child) -> bool:
-        """Whether the run file is not valid now; or, for a worker, not what the trainer goes by: it may be another
-        run's already, whose rings are others."""
+        """Whether the run file is not valid now, or was written while the child started; or, for a worker, is not what
+        the trainer goes by: it may be another run's already, whose rings are others."""
+        if not child.ready and self._stamp() != child.stamp:
+            return True
         try:
             return self._reload() != self.run_file and child is not self.trainer
         except PacelineError:
@@ -619,6 +623,7 @@ class Supervisor:
         """Starts a child. False where the system refuses that (no process, no file): it is tried again later."""
         if child is self.trainer:
             self._status.forget()
+        child.stamp = self._stamp()
         try:
             child.start(self._environment)
         except OSError as error:
@@ -688,6 +693,15 @@ def _wait(descriptors: Sequence[int], seconds: float) -> None:
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     poll.poll(seconds * 1000)
+
+
+def _stamp(path: Path) -> object:
+    """What changes whenever a file is written."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _names(indices: Sequence[int]) -> str:
@@ -779,6 +793,7 @@ def up(
             make_worker=worker,
             wanted=wanted,
             reload=lambda: load(run_path, overrides),
+            stamp=lambda: _stamp(Path(run_path)),
         ).run()
 
 

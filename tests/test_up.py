@@ -333,9 +333,36 @@ def test_a_worker_that_dies_while_the_run_file_is_edited(
         Child("w0", ["/bin/sh", "-c", worker], w0, was_ready=True),
     ]
     policy = Policy(limit=1000 if mended else 4, first_pause=0.05, longest_pause=0.1, leave=0)
-    supervisor = Supervisor(run, children[0], children[1:], PlainView(), policy=policy, reload=reload)
+    supervisor = Supervisor(
+        run, children[0], children[1:], PlainView(), policy=policy, reload=reload, stamp=file.exists
+    )
     assert supervisor.run() == int(not mended)
     assert mended or children[0].log.read_text() == "saved\n"
+
+
+def test_a_run_file_that_is_whole_again_when_its_reader_has_died(run_path: Path, tmp_path: Path) -> None:
+    """An editor empties the file and writes it: who reads it between dies of that a little later."""
+    run, written, w0 = load(run_path), tmp_path / "written", tmp_path / "w0.log"
+    children = [
+        Child("trainer", ["/bin/sh", "-c", f"{wait_for('whole', w0)}; touch {finished(run_path)}"], tmp_path / "t.log"),
+        Child(
+            "w0",
+            ["/bin/sh", "-c", f"test -e {written} || {{ touch {written}; exit 78; }}; echo whole"],
+            w0,
+            was_ready=True,
+        ),
+    ]
+    supervisor = Supervisor(run, children[0], children[1:], PlainView(), policy=QUICK, stamp=written.exists)
+    assert supervisor.run() == 0
+
+
+def test_a_child_that_never_was_up_ends_the_run_though_the_file_is_not_valid(run_path: Path, tmp_path: Path) -> None:
+    def reload() -> RunFile:
+        raise ConfigError("not TOML")
+
+    trainer = Child("trainer", ["/bin/sh", "-c", SERVE], tmp_path / "trainer.log")
+    worker = Child("w0", ["/bin/sh", "-c", "exit 78"], tmp_path / "w0.log")
+    assert Supervisor(load(run_path), trainer, [worker], PlainView(), policy=QUICK, reload=reload).run() == 78
 
 
 def test_nothing_starts_if_the_data_cannot_be_prepared(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
