@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from paceline.common import paths, scale
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.inspect import read_rings
 from paceline.common.locks import FileLock
 from paceline.common.progress import PlainView
 from paceline.common.runfile import RunFile, load
@@ -542,6 +543,53 @@ def test_a_supervisor_with_more_than_a_thousand_files(run_path: Path) -> None:
         for file in files:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Restarting(PlainView):
+    """Asks for a restart of the trainer once it says that it is up."""
+
+    supervisor: Supervisor
+
+    def line(self, child: str, text: str) -> None:
+        super().line(child, text)
+        if (child, text) == ("trainer", "up"):
+            self.supervisor._restart()
+
+
+def test_a_trainer_that_finishes_as_it_is_asked_to_restart_has_finished(run_path: Path, tmp_path: Path) -> None:
+    log, script = tmp_path / "trainer.log", f"trap 'touch {finished(run_path)}; exit 0' TERM; echo up; {FOREVER}"
+    view = Restarting()
+    view.supervisor = Supervisor(load(run_path), Child("trainer", ["/bin/sh", "-c", script], log), [], view)
+    assert view.supervisor.run() == 0
+    assert log.read_text() == "up\n"
+
+
+class Removing(Noting):
+    """Asks for no workers once w0 says that it is up."""
+
+    supervisor: Supervisor
+
+    def line(self, child: str, text: str) -> None:
+        super().line(child, text)
+        if (child, text) == ("w0", "up"):
+            self.supervisor._scale(0, [])
+
+
+def test_the_ring_of_a_removed_worker_is_retired_whoever_had_it_last(run_path: Path, tmp_path: Path) -> None:
+    """It may take its ring after the word to it: the feed removes none whose last owner is not retired."""
+    run_path.write_text(run_path.read_text() + f'[stream]\nring_dir = "{tmp_path}/rings"\n')
+    run, removed = load(run_path), tmp_path / "removed"
+    ring = paths.ring_dir(run) / "w0.ring"
+    takes = f"{sys.executable} {Path(__file__).with_name('ring_peer.py')} write {ring} 1 4096 0"
+    script = f"trap '{takes}; exit 0' TERM; echo up; {FOREVER}"
+    worker = Child("w0", ["/bin/sh", "-c", script], tmp_path / "w0.log")
+    done = f"until test -e {removed}; do sleep 0.02; done; touch {finished(run_path)}"
+    trainer = Child("trainer", ["/bin/sh", "-c", done], tmp_path / "trainer.log")
+    view = Removing("w0 is removed", removed)
+    view.supervisor = Supervisor(run, trainer, [worker], view, policy=QUICK, make_worker=lambda *_: worker)
+    assert view.supervisor.run() == 0
+    (info,) = read_rings(ring.parent)
+    assert info.retired and not info.alive
 
 
 def test_signal_handlers_are_put_back(run_path: Path) -> None:
