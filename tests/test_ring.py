@@ -665,7 +665,8 @@ def test_a_lock_on_a_full_disk_is_refused_in_words_and_given_back(tmp_path):
 
 @pytest.mark.parametrize("change", [{"slots": 3}, {"slot_bytes": 8192}])
 def test_numbers_go_on_in_a_ring_of_another_size_though_the_clock_was_set_back(tmp_path, monkeypatch, change):
-    path, size = tmp_path / "w0.ring", {"slots": 2, "slot_bytes": 4096}
+    path = tmp_path / "w0.ring"
+    size: dict[str, Any] = {"slots": 2, "slot_bytes": 4096}
     now = [2 * 10**18]
     monkeypatch.setattr(ring_module.time, "time_ns", lambda: now[0])
     ring = Ring.open(path, worker="w0", fingerprint=FINGERPRINT, **size)
