@@ -13,7 +13,6 @@ An arm that has finished in FOLDER is not run again, so arms and seeds can be ad
 
 import argparse
 import json
-import math
 import queue
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 from paceline.common.devices import gpu_count
 from paceline.common.errors import PacelineError
-from paceline.common.finished import is_finished
+from paceline.common.finished import is_finished, marker
 from paceline.common.runfile import RunFile, load
 from paceline.common.telemetry import read_metrics
 from rich.console import Console
@@ -114,7 +113,8 @@ class Bench:
         device = self._devices.get()
         try:
             folder = folder_of(self._out, arm, seed)
-            if not is_finished(self.load(arm, seed), since=math.inf):
+            run = self.load(arm, seed)
+            if not is_finished(run, marker(run)):
                 self._command(folder, "up", str(self._path), settings=self.settings(arm, seed, device))
             report = folder / "eval.json"
             if self._options.prompts is not None and not report.exists():

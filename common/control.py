@@ -136,11 +136,15 @@ class NoSupervisor(PacelineError):
     """Nobody answers at a run's up.sock."""
 
 
+class SilentSupervisor(NoSupervisor):
+    """It is there and does not answer: it has not ended."""
+
+
 def ask(path: Path, request: dict[str, Any], patience: float = 30.0) -> dict[str, Any]:
     """The supervisor's answer to a request.
 
     Raises:
-        NoSupervisor: it is not there, or does not answer within `patience` seconds.
+        NoSupervisor: it is not there; SilentSupervisor: it does not answer within `patience` seconds.
         PacelineError: it refuses; the text says why.
     """
     deadline = time.monotonic() + patience
@@ -155,6 +159,11 @@ def ask(path: Path, request: dict[str, Any], patience: float = 30.0) -> dict[str
             data = b""
             while not data.endswith(b"\n") and (piece := connection.recv(_MAX_ANSWER)):
                 data += piece
+        except (TimeoutError, BlockingIOError):
+            raise SilentSupervisor(
+                f"the supervisor at {path} does not answer for {patience:g} s: go on with it if it was stopped "
+                "(Ctrl-Z), or with its terminal (Ctrl-S)"
+            ) from None
         except OSError as error:
             raise NoSupervisor(f"no supervisor answers at {path}: {error.strerror or error}") from None
     if not data.endswith(b"\n"):

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .runfile import RunFile
 
 
+Marker = tuple[int, int]
+"""Which file it is, and when it was written (nanoseconds)."""
+
+
 def mark_finished(run: "RunFile", step: int) -> None:
     """Write the marker: the run is finished after `step` steps."""
     paths.finished_path(run).write_text(f"{_settings(run)} {step}\n", encoding="utf-8")
@@ -24,11 +28,21 @@ def clear_finished(run: "RunFile") -> None:
     paths.finished_path(run).unlink(missing_ok=True)
 
 
-def is_finished(run: "RunFile", since: float) -> bool:
-    """Whether the run is finished by this run file, or has been finished by any after `since` (time.time())."""
-    path = paths.finished_path(run)
+def marker(run: "RunFile") -> Marker | None:
+    """The marker that is there now; another one later is another, whatever the clock says then."""
     try:
-        return path.stat().st_mtime >= since or path.read_text(encoding="utf-8").split()[:1] == [_settings(run)]
+        found = paths.finished_path(run).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def is_finished(run: "RunFile", before: Marker | None) -> bool:
+    """Whether the run is finished by this run file, or has been finished by any since its `marker` was `before`."""
+    if (now := marker(run)) is None:
+        return False
+    try:
+        return now != before or paths.finished_path(run).read_text(encoding="utf-8").split()[:1] == [_settings(run)]
     except FileNotFoundError:
         return False
 

@@ -87,8 +87,12 @@ class FileLock:
             os.close(fd)
             return False
         faults.point("lock.taken")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n{self.who}\n".encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n{self.who}\n".encode(), 0)
+        except OSError as error:  # a full disk
+            os.close(fd)
+            raise ConfigError(f"cannot lock {self.path}: {error.strerror}") from None
         self._fd = fd
         return True
 

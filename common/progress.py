@@ -27,6 +27,8 @@ _SEEN = 32  # lines of a child that are remembered as shown
 _LOG_LINE = re.compile(r"\[[^]]*\] step=\d+ loss=")
 _RELAYED = ("trainer", "prepare")  # whose lines a terminal shows as they come
 _UP = ("to start", "running", "restarts")  # states of a child that is part of the run
+_ROOMY, _NARROW = 70, 50  # widths from which a table has all its columns, and from which most of them
+_MOST_MARKS = 16  # slots that get a mark each
 _STYLES = {"running": "green", "restarts": "yellow", "failed": "bold red", "left": "dim", "stopped": "dim"}
 
 
@@ -72,7 +74,7 @@ class LiveView:
         self._run, self._console = run, console
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
-        self._begun = time.time()
+        self._begun = time.monotonic()
         self._workers = run.workers.count
         self._last: Status | None = None
 
@@ -101,21 +103,28 @@ class LiveView:
         self._live.stop()
 
     def _summary(self) -> list[RenderableType]:
-        return [self._title(), _steps(self._last), *_figures(self._last)] if self._last else [self._title()]
+        if not self._last:
+            return [self._title()]
+        return [self._title(), _steps(self._last, self._console.width), *_figures(self._last)]
 
     def _screen(self, children: "Sequence[Child]", status: Status | None) -> RenderableType:
-        parts = self._summary()
-        parts.append(_processes(children, self._last))
+        above, below = self._summary(), []
         if waits := bottleneck(status or {}):
-            parts.append(Text(waits, style="italic"))
-        parts.append(Text(f"Ctrl-C stops with a checkpoint · logs in {self._run.output}/logs", style="dim"))
-        return Group(*parts)
+            below.append(Text(waits, style="italic"))
+        below.append(Text(f"Ctrl-C stops with a checkpoint · logs in {self._run.output}/logs", style="dim"))
+        lines = len(self._console.render_lines(Group(*above, *below), pad=False))
+        shown = _foremost(children, self._console.height - lines - 1)  # less the table's head
+        if left := len(children) - len(shown):
+            below.insert(0, Text(f"and {left} more, running: make the window taller", style="dim"))
+        return Group(*above, _processes(shown, self._last, self._console.width), *below)
 
     def _title(self) -> Text:
         run = self._run
         text = Text.assemble(("paceline ", "bold"), (run.name, "bold cyan"))
         shape = f"  {self._workers}-{run.trainer.ranks}: {counted(self._workers, 'worker')}, "
-        text.append(f"{shape}{counted(run.trainer.ranks, 'rank')}  up {duration(time.time() - self._begun)}", "dim")
+        text.append(
+            f"{shape}{counted(run.trainer.ranks, 'rank')}  up {duration(time.monotonic() - self._begun)}", "dim"
+        )
         return text
 
 
@@ -124,19 +133,31 @@ def _unnamed(child: str, line: str) -> str:
     return line.removeprefix(f"{child}: ")
 
 
-def _steps(status: Status) -> RenderableType:
+def _foremost(children: "Sequence[Child]", most: int) -> "list[Child]":
+    """The children that `most` lines have room for, and a line for how many are left: before those that just run, those
+    that there is something to see of."""
+    if len(children) <= most:
+        return list(children)
+    chosen = sorted(children, key=lambda child: child.state == "running" and child.name != "trainer")[
+        : max(1, most - 1)
+    ]
+    return [child for child in children if child in chosen]
+
+
+def _steps(status: Status, width: int) -> RenderableType:
     step, total = status.get("step", 0), status.get("total_steps")
     state, message = status.get("state", ""), status.get("message", "")
     if message.startswith(state):  # "waiting", "waiting for a worker"
         state, message = message, ""
     row = Table.grid(padding=(0, 1))
+    bar = [ProgressBar(total=float(total or 1), completed=float(step), width=32)] if width >= _ROOMY else []
     row.add_row(
         Text(f"step {step:,}" + (f" of {total:,}" if total else ""), style="bold"),
-        ProgressBar(total=float(total or 1), completed=float(step), width=32),
+        *bar,
         Text(f"{step / total:4.0%}" if total else ""),
         Text(f"ETA {duration(status.get('eta_s'))}"),
         Text(state, style="green" if state == "training" else "yellow"),
-        Text(message, style="dim"),
+        *([Text(message, style="dim")] if message else []),
     )
     return row
 
@@ -171,30 +192,38 @@ def _figures(status: Status) -> list[RenderableType]:
     return lines
 
 
-def _processes(children: "Sequence[Child]", status: Status | None) -> RenderableType:
+def _processes(children: "Sequence[Child]", status: Status | None, width: int) -> RenderableType:
+    """A row a child; what matters least goes where `width` is short."""
+    gone = set() if width >= _ROOMY else {"pid", "q_pre"} if width >= _NARROW else {"pid", "q_pre", "up", "last said"}
+    columns = [name for name in ("process", "pid", "state", "up", "q_pre", "ring") if name not in gone]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
-    for column in ("process", "pid", "state", "up", "q_pre", "ring"):
+    for column in columns:
         table.add_column(column, no_wrap=True)
-    table.add_column("last said", no_wrap=True, overflow="ellipsis", ratio=1)
+    if "last said" not in gone:
+        columns.append("last said")
+        table.add_column("last said", no_wrap=True, overflow="ellipsis", ratio=1)
     for child in children:
         said = "" if _LOG_LINE.match(child.last_line) else _unnamed(child.name, child.last_line)
         state = child.state if not child.restarts else f"{child.state}, {counted(child.restarts, 'restart')}"
         if child.state == "restarts":
             state = f"restarts in {max(child.start_at - time.monotonic(), 0):.0f}s"
         running = child.state == "running"
-        table.add_row(
-            child.name,
-            str(child.pid or ""),
-            Text(state, style=_STYLES.get(child.state, "")),
-            duration(time.time() - child.started) if running else "",
-            *_queues(child.name, status if running else None),
-            Text(said, style="dim"),
-        )
+        q_pre, ring = _queues(child.name, status if running else None)
+        cells: dict[str, RenderableType] = {
+            "process": child.name,
+            "pid": str(child.pid or ""),
+            "state": Text(state, style=_STYLES.get(child.state, "")),
+            "up": duration(time.monotonic() - child.started) if running else "",
+            "q_pre": q_pre,
+            "ring": ring,
+            "last said": Text(said, style="dim"),
+        }
+        table.add_row(*(cells[column] for column in columns))
     return table
 
 
 def _queues(name: str, status: Status | None) -> tuple[str, str]:
-    """A worker's tokenised batches, and its ring with one mark a slot: filled for READY."""
+    """A worker's tokenised batches, and its ring with one mark a slot, if they are not too many: filled for READY."""
     if status is None:
         return "", ""
     pre, ready, slots = status.get("q_pre", []), status.get("q_hs", []), status.get("slots", 0)
@@ -203,4 +232,7 @@ def _queues(name: str, status: Status | None) -> tuple[str, str]:
     if index >= len(ready):
         return "", ""
     marks = "■" * ready[index] + "□" * max(slots - ready[index], 0)
-    return str(pre[index]) if index < len(pre) else "", f"{marks} {ready[index]}"
+    many = slots > _MOST_MARKS
+    return str(pre[index]) if index < len(
+        pre
+    ) else "", f"{ready[index]} of {slots}" if many else f"{marks} {ready[index]}"

@@ -142,7 +142,7 @@ def table(
         return Text(f"{run}: no rings")
     whole = [ring for ring in rings if ring.problem is None]
     problems = [Text(ring.problem, style="red") for ring in rings if ring.problem is not None]
-    shown = whole if most_rows is None or len(whole) <= most_rows else whole[: max(1, most_rows - 1)]
+    shown = whole if most_rows is None or len(whole) <= most_rows else _foremost(whole, max(1, most_rows - 1))
     rows = [_cells(ring, (rates or {}).get(ring.worker), (shares or {}).get(ring.worker), style) for ring in shown]
     if rates is not None and len(whole) > 1:
         rows.append(_sum(whole, rates))
@@ -158,9 +158,16 @@ def table(
     for row in rows:
         grid.add_row(*(row.get(column.name, "") for column in columns))
     left = len(whole) - len(shown)
-    more = [Text(f"and {counted(left, 'more worker')}: make the window taller", style="dim")] if left else []
+    more_text = f"and {counted(left, 'more worker')}: make the window taller"
+    more = [Text(more_text, style="dim", no_wrap=True, overflow=style.overflow)] if left else []
     top = [Text(f"{run}: {_sizes(rings)}", style="bold", no_wrap=True, overflow=style.overflow)] if heading else []
     return Group(*top, grid, *more, *problems)
+
+
+def _foremost(rings: Sequence[RingInfo], most: int) -> list[RingInfo]:
+    """So many, in their order: rings without an owner before those that are as they should be."""
+    chosen = {ring.worker for ring in sorted(rings, key=lambda ring: ring.alive)[:most]}
+    return [ring for ring in rings if ring.worker in chosen]
 
 
 def _choices(with_rates: bool, with_shares: bool) -> list[list[_Column]]:
@@ -226,7 +233,8 @@ def _sum(rings: Sequence[RingInfo], rates: Mapping[str, Rates]) -> dict[str, Any
     found = [rates[ring.worker] for ring in rings if ring.worker in rates]
     names = [column.name for column in _RATES]
     columns = zip(*((r.produced, r.produced_tokens, r.consumed, r.consumed_tokens) for r in found), strict=True)
-    totals = [sum(value or 0.0 for value in column) for column in columns] or [None] * 4
+    known = ([value for value in column if value is not None] for column in columns)
+    totals = [sum(values) if values else None for values in known] or [None] * 4
     held, slots = sum(ring.held for ring in rings), sum(len(ring.states) for ring in rings)
     cells = {name: Text(_quantity(total), style="bold") for name, total in zip(names, totals, strict=True)}
     return {"worker": Text("all", style="bold"), "slots": Text(f"{held} of {slots}", style="dim"), **cells}
@@ -299,10 +307,13 @@ def run_frame(
     most_rows: int | None = None,
 ) -> Group:
     """One run: heading, verdict and table."""
+    verdict = verdict_line(window.verdict(), style)
+    if most_rows is not None:  # which counts one line for the verdict
+        most_rows = max(1, most_rows + 1 - len(verdict.wrap(Console(width=width, file=io.StringIO()), width)))
     body = table(
         run, rings, window.rates(), window.shares(), width=width, style=style, most_rows=most_rows, heading=False
     )
-    heading, verdict = heading_line(run, rings, window.trainer, width, style), verdict_line(window.verdict(), style)
+    heading = heading_line(run, rings, window.trainer, width, style)
     return Group(heading, verdict, Text(""), body) if rings else Group(heading)
 
 

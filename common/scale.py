@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import paths
-from .control import NoSupervisor, ask
+from .control import NoSupervisor, SilentSupervisor, ask
 from .devices import assign_devices, spare_devices
 from .errors import PacelineError, UsageError, counted
 from .inspect import RingInfo, read_rings
@@ -280,6 +280,8 @@ class _Wait:
     def _look(self) -> dict[str, Any]:
         try:
             shown = ask(paths.up_socket(self._folder), {"do": "show"})
+        except SilentSupervisor:
+            raise
         except NoSupervisor:
             raise PacelineError(f"run {self._run} ended meanwhile") from None
         if shown["stopping"]:

@@ -94,6 +94,30 @@ def read_status(path: Path) -> Status | None:
     return cast(Status, {key: value for key, value in found.items() if _is_typed(key, value)})
 
 
+class StatusWatch:
+    """status.json as one process follows it: what is written in it is present for STALE_SECONDS of the reader's own
+    clock, whatever the system's is set to meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._updated: object = None
+        self._until = 0.0  # time.monotonic()
+        self.forget()
+
+    def forget(self) -> None:
+        """What is there now counts no more: a trainer of before wrote it."""
+        self._updated, self._until = (read_status(self._path) or {}).get("updated"), 0.0
+
+    def present(self) -> Status | None:
+        """The status, if it has been written anew of late and since `forget`."""
+        status, now = read_status(self._path), time.monotonic()
+        if status is None:
+            return None
+        if status.get("updated") != self._updated:
+            self._updated, self._until = status.get("updated"), now + STALE_SECONDS
+        return status if now < self._until else None
+
+
 def _is_typed(key: str, value: Any) -> bool:
     kind = _STATUS_TYPES.get(key, object)
     if kind in (list[int], list[str]):

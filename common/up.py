@@ -47,7 +47,7 @@ from .locks import FileLock, held_by
 from .runfile import RunFile, load
 from .scale import Wanted, gpu_devices, place, retire, retire_dead, shared, worker_index
 from .target_info import no_mask_token
-from .telemetry import STALE_SECONDS, Status, read_status
+from .telemetry import Status, StatusWatch
 
 TRAINER = "trainer"
 _PR_SET_PDEATHSIG = 1
@@ -84,6 +84,9 @@ class Tail:
 
     def lines(self, last: bool = False) -> list[str]:
         """New complete lines; with `last` also what stands without a line end."""
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():  # cut off in place, as copytruncate does
+            self._file.seek(0)
+            self._rest = b""
         *whole, self._rest = re.split(rb"[\r\n]", self._rest + (self._file.read() or b""))
         if last or len(self._rest) > 1 << 16:
             whole.append(self._rest)
@@ -109,13 +112,14 @@ class Child:
     leave_at: float | None = None  # of a worker that is removed: time.monotonic() of the next, stronger word to it
     told: bool = False  # by SIGTERM to leave
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0  # time.time()
+    started: float = 0.0  # time.monotonic()
     restarts: int = 0
     start_at: float = 0.0  # time.monotonic(), when it is to be started again
     failures: deque[float] = field(default_factory=deque)
     quick_failures: int = 0  # in a row
     own_lines: deque[str] = field(default_factory=lambda: deque(maxlen=15))
     tail: Tail | None = None
+    stamp: object = None  # of the run file when it was started
 
     @property
     def pid(self) -> int | None:
@@ -138,7 +142,7 @@ class Child:
                 self.tail.close()
             self.tail = Tail(self.log)
             self.own_lines.clear()
-            self.started, self.state, self.start_at, self.ready = time.time(), "running", 0.0, False
+            self.started, self.state, self.start_at, self.ready = time.monotonic(), "running", 0.0, False
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -236,17 +240,18 @@ class Supervisor:
         make_worker: "MakeWorker | None" = None,
         wanted: Wanted | None = None,
         reload: Callable[[], RunFile] | None = None,
+        stamp: Callable[[], object] = lambda: None,
     ) -> None:
-        """reload: the run file as it is now."""
+        """reload: the run file as it is now. stamp: what changes when it is written."""
         self.run_file, self.trainer, self.workers = run, trainer, list(workers)
         self.view: View = _Shown(view, trainer.log.parent)
         self.prepare, self.policy, self.make_worker = prepare, policy or Policy(), make_worker
         self.wanted = wanted or Wanted(len(self.workers))
-        self._reload = reload or (lambda: run)
+        self._reload, self._stamp = reload or (lambda: run), stamp
         self._again_by: float | None = None  # the trainer is to be started again: when it is killed if it still runs
         self._folder = paths.run_dir(run.name)
         self._fresh = paths.Freshness(self._folder)
-        self._status_path, self._finished = paths.status_path(run), paths.finished_path(run)
+        self._status, self._finished = StatusWatch(paths.status_path(run)), paths.finished_path(run)
         self.active: list[Child] = []
         self.code: int | None = None  # set once the run is being ended
         self._why = ""  # what a child said last before it failed
@@ -309,8 +314,8 @@ class Supervisor:
             self._control.serve()
             self._fresh.keep()
             self._enforce_deadlines()
-            self.view.refresh(self.active, self._status())
-            select.select([wake, self._ready, *self._control.descriptors()], [], [], _TICK)
+            self.view.refresh(self.active, self._status.present())
+            _wait([wake, self._ready.fileno(), *self._control.descriptors()], _TICK)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
 
@@ -537,12 +542,14 @@ class Supervisor:
             self._stop(code if code in _FATAL else 1, "stopping: starting it again would not help")
         else:
             # A signal is somebody's doing, a child that was up can be so again; one that ends by itself at once cannot.
-            quick = code > 0 and not child.was_ready and time.time() - child.started < self.policy.quick
+            quick = code > 0 and not child.was_ready and time.monotonic() - child.started < self.policy.quick
             self._failed(child, how_it_ended(code), quick)
 
     def _edited(self, child: Child) -> bool:
-        """Whether the run file is not valid now; or, for a worker, not what the trainer goes by: it may be another
-        run's already, whose rings are others."""
+        """Whether the run file is not valid now, or was written while the child started; or, for a worker, is not what
+        the trainer goes by: it may be another run's already, whose rings are others."""
+        if not child.ready and self._stamp() != child.stamp:
+            return True
         try:
             return self._reload() != self.run_file and child is not self.trainer
         except PacelineError:
@@ -586,7 +593,11 @@ class Supervisor:
 
     def _show_failure(self, child: Child, text: str) -> None:
         lines = [line for line in child.own_lines if not line.startswith("[")]  # log lines explain no failure
-        if child is self.trainer and (said := (self._status() or {}).get("message")) and said not in " ".join(lines):
+        if (
+            child is self.trainer
+            and (said := (self._status.present() or {}).get("message"))
+            and said not in " ".join(lines)
+        ):
             lines.append(said)  # where its log could not be written, on a full disk
         self._why = lines[-1] if lines else text
         self.view.failure(child, text, lines[-8:])
@@ -610,6 +621,9 @@ class Supervisor:
 
     def _launch(self, child: Child) -> bool:
         """Starts a child. False where the system refuses that (no process, no file): it is tried again later."""
+        if child is self.trainer:
+            self._status.forget()
+        child.stamp = self._stamp()
         try:
             child.start(self._environment)
         except OSError as error:
@@ -672,12 +686,22 @@ class Supervisor:
             child.signal(signal.SIGTERM)
         child.told, child.leave_at = True, time.monotonic() + self.policy.drain_kill
 
-    def _status(self) -> Status | None:
-        """status.json, if this trainer wrote it and lately."""
-        status = read_status(self._status_path)
-        if status is None or status.get("updated", 0.0) < max(self.trainer.started, time.time() - STALE_SECONDS):
-            return None
-        return status
+
+def _wait(descriptors: Sequence[int], seconds: float) -> None:
+    """Until one can be read. By poll, as select takes no descriptor from 1024 on."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(seconds * 1000)
+
+
+def _stamp(path: Path) -> object:
+    """What changes whenever a file is written."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _names(indices: Sequence[int]) -> str:
@@ -769,6 +793,7 @@ def up(
             make_worker=worker,
             wanted=wanted,
             reload=lambda: load(run_path, overrides),
+            stamp=lambda: _stamp(Path(run_path)),
         ).run()
 
 

@@ -69,7 +69,7 @@ class _Lines:
         os.ftruncate(self._fd, self._end)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        line = _json(row, separators=(",", ":")) + b"\n"
         try:
             written = os.pwrite(self._fd, line, self._end)
             while written < len(line):
@@ -135,7 +135,7 @@ class Answers:
         self._answers = _Lines(path)
         self._refused = _Lines(self.refused_path)
         if fresh:
-            _write_whole(self.meta_path, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+            _write_whole(self.meta_path, _json(about, indent=1) + b"\n")
         for row in self._answers.rows():
             self._recall(row, path)
             self._count(row)
@@ -173,7 +173,7 @@ class Answers:
         before = about.setdefault("served", model)
         if before != model:
             raise ConfigError(f"{self.path} has answers of {before}, and {model} is asked now: give another file")
-        _write_whole(self.meta_path, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+        _write_whole(self.meta_path, _json(about, indent=1) + b"\n")
 
     def close(self) -> None:
         if not self.refused:
@@ -229,11 +229,20 @@ def _names(files: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(str(file.get("name")) for file in files)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _json(value: Any, **layout: Any) -> bytes:
+    """As JSON, readable; all of it escaped where there is a lone surrogate, which UTF-8 cannot hold: in a field that is
+    only kept, or a file name of other bytes."""
+    try:
+        return json.dumps(value, ensure_ascii=False, **layout).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, **layout).encode()
+
+
+def _write_whole(path: Path, data: bytes) -> None:
     """The file appears whole, or not at all."""
     scratch = path.with_name(f"{path.name}.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with scratch.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)

@@ -106,6 +106,7 @@ class Recording:
             self._describe()
         except OSError as error:
             raise ConfigError(f"stream.record_to: {self._folder}: {error.strerror}") from None
+        self._writer = writer
         self._stem = f"{writer}-{time.time_ns()}"
         self._places: dict[bytes, Place] = {}
         self._read: dict[Path, int] = {}  # bytes of each index file that were read
@@ -125,11 +126,14 @@ class Recording:
         """Takes in what other processes have recorded since."""
         for path in self._folder.glob("*.index"):
             done = self._read.get(path, 0)
-            if path.stem == self._stem or path.stat().st_size < done + ENTRY_BYTES:
+            try:
+                if path.stem == self._stem or path.stat().st_size < done + ENTRY_BYTES:
+                    continue
+                with path.open("rb") as file:
+                    file.seek(done)
+                    data = file.read()
+            except FileNotFoundError:  # removed since it was listed
                 continue
-            with path.open("rb") as file:
-                file.seek(done)
-                data = file.read()
             whole = len(data) - len(data) % ENTRY_BYTES  # the last entry may be under way
             self._read[path] = done + whole
             states = path.with_suffix(".states")
@@ -141,9 +145,12 @@ class Recording:
     def read(self, key: bytes, out: Sequence[memoryview]) -> bool:
         """Reads a row's states into one buffer a plane; False, and the row is forgotten, if they are not whole."""
         place = self._places[key]
-        found = os.preadv(self._open(place.states), out, place.offset)
-        wanted = sum(len(part) for part in out)
-        if found == wanted and _sum(out) == place.checksum:
+        try:
+            found = _moved(os.preadv, self._open(place.states), out, place.offset)
+        except OSError as error:
+            self._forget(place.states, error)
+            return False
+        if found == sum(len(part) for part in out) and _sum(out) == place.checksum:
             return True
         log.warning("a row in %s is damaged: computing it again", place.states)
         del self._places[key]
@@ -159,12 +166,13 @@ class Recording:
                 return
             states, index = self._own or self._create()
             total, offset = _sum(planes), self._size
-            if os.pwritev(states, planes, offset) != size:
+            if _moved(os.pwritev, states, planes, offset) != size:
                 return self._stop("the disk is full")
             tokens = size // self.kind.token_bytes
             entry = _ENTRY.pack(key, offset, tokens, total)
             entry += bytes(_FILL)
-            os.write(index, entry + _CRC.pack(zlib.crc32(entry)))
+            if os.write(index, entry + _CRC.pack(zlib.crc32(entry))) != ENTRY_BYTES:
+                return self._stop("the disk is full")  # entries after a part of one would not be found
         except OSError as error:
             return self._stop(error.strerror or str(error))
         self._size += size
@@ -175,6 +183,15 @@ class Recording:
             os.close(fd)
         self._fds.clear()
         self._own = None
+
+    def _forget(self, states: Path, error: OSError) -> None:
+        """Rows of a file that is not there any more, or that its disk does not give; the next are kept in another."""
+        log.warning("%s: %s: computing its rows again", states, error.strerror or error)
+        self._places = {key: place for key, place in self._places.items() if place.states != states}
+        if states.stem == self._stem and self._own is not None:
+            for fd in self._own:
+                os.close(fd)
+            self._stem, self._own, self._size = f"{self._writer}-{time.time_ns()}", None, 0
 
     def _full(self, size: int) -> bool:
         used = sum(path.stat().st_size for path in self._folder.glob("*.states")) if self._limit else 0
@@ -214,6 +231,19 @@ def _entries(data: bytes, states: Path) -> Iterator[tuple[bytes, Place]]:
         if zlib.crc32(entry) == _CRC.unpack(crc)[0]:
             key, offset, tokens, total = _ENTRY.unpack(entry[: _ENTRY.size])
             yield key, Place(states, offset, tokens, total)
+
+
+def _moved(call: Callable[..., int], fd: int, parts: Sequence[memoryview], offset: int) -> int:
+    """Bytes that preadv or pwritev moved in all, called again as long as some are left and some move: one call moves
+    2 GiB at most, and a long row may have more."""
+    left, done = [part.cast("B") for part in parts], 0
+    while left and (moved := call(fd, left, offset + done)):
+        done += moved
+        while left and moved >= len(left[0]):
+            moved -= len(left.pop(0))
+        if left:
+            left[0] = left[0][moved:]
+    return done
 
 
 def _sum(planes: Sequence[memoryview]) -> int:

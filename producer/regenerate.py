@@ -201,7 +201,9 @@ class Dialogue:
         return Question(list(self._made), self._tools, self._kwargs, seed)
 
     def take(self, reply: Reply) -> None:
-        """Adds an answer and what the input has up to the next question."""
+        """Adds an answer and what the input has up to the next question. Raises Refused for an answer that no row may
+        have, such as half a character."""
+        read_open({"messages": [*self._made, reply.message], "tools": self._tools})
         self._made.append(reply.message)
         self._finished = reply.finished
         self.tokens = None if reply.tokens is None or self.tokens is None else self.tokens + reply.tokens
@@ -393,10 +395,13 @@ def _answer_window(job: _Job, target: "LocalTarget", window: list[Dialogue]) -> 
         chosen = [asked[index] for index in batch]
         replies = target.answer([question for _, question, _ in chosen], [prompt for _, _, prompt in chosen])
         for (dialogue, _, _), reply in zip(chosen, replies, strict=True):
-            if isinstance(reply, Refused):
-                job.refuse(dialogue, reply)
+            try:
+                if isinstance(reply, Refused):
+                    raise reply
+                dialogue.take(reply)
+            except Refused as refused:
+                job.refuse(dialogue, refused)
                 continue
-            dialogue.take(reply)
             if dialogue.done:
                 job.finish(dialogue)
             else:

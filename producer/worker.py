@@ -37,9 +37,9 @@ from ..common.batch import BatchId
 from ..common.dataset import prepared_rows
 from ..common.devices import assign_devices, device_label, gpu_count
 from ..common.drops import lost
-from ..common.errors import ConfigError, PacelineError, counted
+from ..common.errors import ConfigError, PacelineError, counted, first_line
 from ..common.fingerprint import Fingerprint, run_fingerprint
-from ..common.finished import is_finished
+from ..common.finished import Marker, is_finished, marker
 from ..common.notify import Patience, Watchdog, notify
 from ..common.numa import bind_near
 from ..common.record import (
@@ -129,8 +129,8 @@ def _stop_signals() -> Iterator[list[int]]:
 
 def _serve(run: RunFile, index: int, device: str | None, source: StateSource | None, pending: list[int]) -> int:
     name = f"w{index}"
-    started = time.time()
-    if is_finished(run, started):
+    before = marker(run)
+    if is_finished(run, before):
         log.info("%s: run %s is finished", name, run.name)
         notify("READY=1", f"STATUS=run {run.name} is finished")  # to leave before being ready would be a failure
         return 0
@@ -169,7 +169,7 @@ def _serve(run: RunFile, index: int, device: str | None, source: StateSource | N
             source = _make_source(run, info, layer_ids, device, rows, name)
         stack.callback(source.close)
         source.register(*ring.mapping())
-        return Worker(run, name, rows, ring, source, spec, pending, stack, started).run()
+        return Worker(run, name, rows, ring, source, spec, pending, stack, before).run()
 
 
 def _make_source(
@@ -240,7 +240,7 @@ class WorkQueue:
         self._ahead = ahead
         self._items: dict[int, WorkItem] = {}
         self._ready: dict[int, Prepared] = {}
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, name="q_pre", daemon=True)
@@ -295,7 +295,9 @@ class WorkQueue:
         with self._changed:
             while batch not in self._ready:
                 if self._error is not None:
-                    raise PacelineError(f"the rows of a batch cannot be read: {self._error}") from self._error
+                    raise PacelineError(
+                        f"the rows of a batch cannot be read: {first_line(self._error)}"
+                    ) from self._error
                 self._changed.wait(1.0)
             del self._items[batch]
             prepared = self._ready.pop(batch)
@@ -325,7 +327,7 @@ class WorkQueue:
                     if self._items.get(item.batch) == item:  # it may have been dropped meanwhile
                         self._ready[item.batch] = prepared
                     self._changed.notify_all()
-        except (OSError, ValueError, IndexError) as error:
+        except Exception as error:  # whatever it is, `take` must not wait for rows that nobody reads
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -358,9 +360,10 @@ class Worker:
         spec: RecordSpec,
         pending: list[int],
         stack: contextlib.ExitStack,
-        started: float,
+        before: Marker | None,
     ) -> None:
-        self._run, self._started = run, started
+        """before: the finished marker at this process's start."""
+        self._run, self._before = run, before
         self._name = name
         self._ring = ring
         self._source = source
@@ -501,7 +504,7 @@ class Worker:
             raise PacelineError(
                 f"{self._ring.path} vanished under its worker (removed by hand, by systemd's RemoveIPC or a logout)"
             )
-        if is_finished(self._run, self._started):
+        if is_finished(self._run, self._before):
             self._leaving = "finished"
         heard = self._want()
         self._next_tick = time.monotonic() + (TICK_S if heard else RETRY_S)

@@ -24,7 +24,7 @@ from paceline.common import faults, paths, record, wire
 from paceline.common.batch import BatchId
 from paceline.common.errors import ConfigError
 from paceline.common.fingerprint import Fingerprint
-from paceline.common.finished import is_finished
+from paceline.common.finished import is_finished, marker
 from paceline.common.plan import Plan, PlanSpec, plan_from
 from paceline.common.record import RecordMeta
 from paceline.common.ring import Ring, SlotState
@@ -340,7 +340,7 @@ class Worker:
     marker: bool = True
 
     def main(self) -> int:
-        self._began = time.time()
+        self._before = marker(self.run)
         name, facts = f"w{self.index}", facts_of(self.run)
         rows = Rows.open(facts.rows)
         self._plan, self._rows, fingerprint = plan_from(self.run, rows), rows, Fingerprint(facts.fingerprint)
@@ -355,7 +355,9 @@ class Worker:
         self._queue: dict[int, None] = {}
         self._feed, self._said = 0, 0.0
         self._send(wire.Hello(name, self._ring.incarnation, ()))
-        while not ((self.marker and is_finished(self.run, self._began)) or self._ring.retired or self._ring.vanished()):
+        while not (
+            (self.marker and is_finished(self.run, self._before)) or self._ring.retired or self._ring.vanished()
+        ):
             if self._turn():
                 break
         return 0

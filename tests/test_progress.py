@@ -58,7 +58,7 @@ def shown(console: Console) -> str:
 
 
 def child(name: str, state: str, line: str = "") -> Child:
-    made = Child(name, [], Path("/log"), state=state, started=time.time() - 90)
+    made = Child(name, [], Path("/log"), state=state, started=time.monotonic() - 90)
     made.own_lines.append(line)
     return made
 
@@ -85,6 +85,44 @@ def test_the_screen(run: RunFile, console: Console) -> None:
     ):
         assert part in text
     assert "w0: packing" not in text and "| tgt=" not in text
+
+
+def last_screen(run: RunFile, width: int, height: int, children: list[Child], status: Status = STATUS) -> list[str]:
+    """The lines of a terminal of that size after one frame."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+    view = LiveView(run, console)
+    view.refresh(children, status)
+    lines = shown(console).removeprefix("\x1b[?25l").splitlines()
+    view.close()
+    return [line.rstrip() for line in lines]
+
+
+def test_more_workers_than_lines(run: RunFile) -> None:
+    """What can be done something about is on the screen: a worker that fails, and what to do."""
+    workers = [child(f"w{index}", "running") for index in range(40)]
+    workers[33].state = "failed"
+    lines = last_screen(run, 100, 24, [child("trainer", "running"), *workers])
+    assert len(lines) <= 24 and lines[-1].startswith("Ctrl-C stops")
+    rows = [line.split()[0] for line in lines if line.startswith(("trainer", "w"))]
+    assert rows == ["trainer", *(f"w{index}" for index in range(len(rows) - 2)), "w33"]
+    assert f"and {41 - len(rows)} more, running: make the window taller" in lines
+    assert not any(" more, running" in line for line in last_screen(run, 100, 60, workers))
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 70, 110])
+def test_a_narrow_terminal_cuts_no_figure(run: RunFile, width: int) -> None:
+    again = child("w1", "running", "packing")
+    again.restarts = 2
+    lines = last_screen(run, width, 30, [child("trainer", "running", "up"), child("w0", "running", "packing"), again])
+    text = "\n".join(lines)
+    for part in ("process", "running, 2 restarts", "■■□ 2", "□□□ 0", "step 40 of 1,056", "ETA 2.0h", "training"):
+        assert part in text, text
+    assert max(map(len, lines)) <= width
+
+
+def test_a_ring_of_many_slots_takes_no_line(run: RunFile) -> None:
+    lines = last_screen(run, 80, 30, [child("w0", "running", "packing")], STATUS | {"slots": 256, "q_hs": [200, 0]})
+    assert any("200 of 256" in line and "packing" in line for line in lines)
 
 
 def test_before_there_is_a_status(run: RunFile, console: Console) -> None:

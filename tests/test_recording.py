@@ -218,6 +218,49 @@ def test_a_damaged_row_is_recorded_anew(make, tmp_path, caplog):
     assert target.batches == 1
 
 
+def test_a_recording_that_is_removed_under_a_worker_is_made_again(make, tmp_path, caplog):
+    """To make room, say: what is gone is computed, as what is damaged is."""
+    source, _ = make()
+    run_batch(source, *LONG_ROWS)
+    reader, target = make("w1")
+    for path in files(tmp_path, "states"):
+        path.unlink()
+    run_batch(reader, *LONG_ROWS)
+    assert target.batches == 1 and caplog.text.count("computing its rows again") == 1
+    run_batch(reader, *LONG_ROWS)
+    assert target.batches == 1
+    run_batch(source, *LONG_ROWS)  # its own, or what the reader has recorded since
+    other, target = make("w2")
+    run_batch(other, *LONG_ROWS)
+    assert target.batches == 0
+
+
+def test_a_row_that_one_call_does_not_move_is_read_and_written_whole(make, monkeypatch):
+    """Linux moves 2 GiB a call at most."""
+    for name in ("preadv", "pwritev"):
+        call: Any = getattr(os, name)
+        monkeypatch.setattr(module.os, name, lambda fd, parts, at, call=call: call(fd, [parts[0][:100]], at))
+    source, _ = make()
+    run_batch(source, *LONG_ROWS)
+    reader, target = make("w1")
+    run_batch(reader, *LONG_ROWS)
+    assert target.batches == 0 and not source._recording.off
+
+
+def test_an_entry_that_is_written_in_part_ends_recording(make, monkeypatch, caplog):
+    """A quota reached within it: entries after it would stand where nobody finds them."""
+    source, _ = make()
+    run_batch(source, LONG_ROWS[0])
+    write = os.write
+    monkeypatch.setattr(module.os, "write", lambda fd, data: write(fd, data[:20]))
+    run_batch(source, LONG_ROWS[1])
+    assert caplog.text.count("ends: the disk is full") == 1
+    monkeypatch.undo()
+    reader, target = make("w1")
+    run_batch(reader, LONG_ROWS[0])
+    assert target.batches == 0
+
+
 def test_rows_are_kept_once_their_record_is_complete(make, monkeypatch):
     source, target = make()
     landed: list[bool] = []

@@ -188,6 +188,21 @@ def test_refused_rows_are_named_once_and_not_asked_again(server: ChatServer, ask
     assert server.asked["question 3"] == 1
 
 
+def test_text_that_is_no_unicode_ends_no_job(server: ChatServer, ask: Any, tmp_path: Path) -> None:
+    """Half a surrogate pair in a field that is only kept stays as it is; in an answer it could not be trained on."""
+    rows: list[dict[str, Any]] = [{"id": i, "messages": [user(f"question {i}")]} for i in range(4)]
+    rows[1]["source"] = "half \ud83d"
+    chats = write_rows(tmp_path / "chats.jsonl", rows)
+    server.replies["question 2"] = {"message": {"content": "cut \ud83d"}, "finish_reason": "length"}
+    report = ask(chats, concurrency=1)
+    assert (report.answered, report.refused) == (3, 1)
+    written = {row["id"]: row for row in read(report.path)}
+    assert written.keys() == {0, 1, 3} and written[1]["source"] == "half \ud83d"
+    (refused,) = read(tmp_path / "out.refused")
+    assert refused["where"].endswith("chats.jsonl:3") and "a lone surrogate" in refused["reason"]
+    assert ask(chats).answered == 3, "what was written can be read again"
+
+
 def test_refusals_from_the_start_end_the_job(server: ChatServer, ask: Any, chats: Path, tmp_path: Path) -> None:
     server.faults = {f"question {i}": ["400"] * 2 for i in range(30)}
     with pytest.raises(ConfigError, match="first 20 answers are of no use; the last: the endpoint refuses it"):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -646,3 +647,35 @@ def test_a_lock_file_tells_who_holds_it(tmp_path: Path):
         assert path.stat().st_mode & 0o777 == 0o600
     assert held_by(path) is None and path.exists()
     assert FileLock(path, "another").acquire(blocking=True)
+
+
+def test_a_lock_on_a_full_disk_is_refused_in_words_and_given_back(tmp_path):
+    path, before = tmp_path / "consumer.lock", resource.getrlimit(resource.RLIMIT_FSIZE)
+    lock = FileLock(path, "trainer of run t")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=rf"cannot lock {path}: File too large"):
+            lock.acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert held_by(path) is None
+    assert lock.acquire() and held_by(path)
+    lock.release()
+
+
+@pytest.mark.parametrize("change", [{"slots": 3}, {"slot_bytes": 8192}])
+def test_numbers_go_on_in_a_ring_of_another_size_though_the_clock_was_set_back(tmp_path, monkeypatch, change):
+    path = tmp_path / "w0.ring"
+    size: dict[str, Any] = {"slots": 2, "slot_bytes": 4096}
+    now = [2 * 10**18]
+    monkeypatch.setattr(ring_module.time, "time_ns", lambda: now[0])
+    ring = Ring.open(path, worker="w0", fingerprint=FINGERPRINT, **size)
+    first = ring.claim(1)
+    assert first is not None
+    ring.close()
+    now[0] = 10**18
+    ring = Ring.open(path, worker="w0", fingerprint=FINGERPRINT, **(size | change))
+    again = ring.claim(1)
+    assert again is not None and again.seq > first.seq
+    del first, again
+    ring.close()

@@ -301,3 +301,20 @@ def test_rings_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_infos_of_both_kinds_are_drawn_once_too():
     assert replace(info("w0"), states=()).full is False
     assert "no rings" in lines(screen.table("demo", [], width=80), 80)[0]
+
+
+def test_many_workers_in_a_small_window_leave_what_matters():
+    """A worker that is dead, the legend under a verdict of two lines, and no sum of what nobody knows."""
+    many = [info(f"w{index}", alive=index != 33, ring_id=index + 1) for index in range(40)]
+    window = Window()
+    for second in range(20):
+        now = [replace(ring, produced=second, read_at=float(second)) for ring in many]
+        window.add(float(second), now, TrainerState(True, {"wait_data": 0.5}))
+    watcher = screen.Watcher(lambda: ["demo"], Path("rings"), {"demo": window}, {"demo": many})
+    shown = lines(watcher.frame(40, 24), 40)
+    assert len(shown) <= 24 and "ready" in shown[-1]
+    assert len(lines(screen.verdict_line(window.verdict(), screen.UNICODE), 40)) == 2
+    rows = [line.split()[0] for line in shown if re.match(r"w[0-9]", line)]
+    assert rows == [*(f"w{index}" for index in range(len(rows) - 1)), "w33"]
+    (total,) = [line for line in lines(watcher.frame(100, 24), 100) if line.startswith("all")]
+    assert re.search(r" of [0-9]+ +40\.0 +- +", total)

@@ -18,7 +18,7 @@ import pytest
 from live import Live, live_settings
 from paceline.common import control, paths, scale, units
 from paceline.common.cli import main
-from paceline.common.errors import ConfigError, UsageError
+from paceline.common.errors import ConfigError, PacelineError, UsageError
 from paceline.common.fingerprint import Fingerprint
 from paceline.common.ring import Ring
 from paceline.common.runfile import RunFile, to_toml
@@ -475,7 +475,7 @@ def test_control_never_waits_for_a_client(desk: Desk, monkeypatch: pytest.Monkey
     monkeypatch.setattr(control, "PATIENCE_S", 0.0)
     late = desk.client()
     crowd = [desk.client() for _ in range(control.MAX_CLIENTS)]
-    with pytest.raises(control.NoSupervisor, match="Resource temporarily unavailable"):
+    with pytest.raises(control.SilentSupervisor, match="does not answer"):
         control.ask(desk.path, {}, patience=0.1)
     for _ in range(4):
         desk.control.serve()
@@ -487,6 +487,15 @@ def test_control_never_waits_for_a_client(desk: Desk, monkeypatch: pytest.Monkey
     assert {} in desk.heard
     for client in (silent, half, endless, late, *crowd):
         client.close()
+
+
+def test_a_supervisor_that_is_stopped_has_not_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its terminal takes no more, say: a restart under way says that, not that the run is over."""
+    ask = control.ask
+    monkeypatch.setattr(scale, "ask", lambda path, request: ask(path, request, patience=0.05))
+    wait = scale._Wait("t", desk.path.parent, None, lambda text: None)
+    with pytest.raises(PacelineError, match=r"does not answer for 0\.05 s: .*Ctrl-Z.*Ctrl-S"):
+        wait.until_restarted(None)
 
 
 def test_another_users_request_is_not_read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

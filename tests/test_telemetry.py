@@ -8,7 +8,16 @@ from types import ModuleType
 
 import pytest
 from paceline.common import telemetry
-from paceline.common.telemetry import Metrics, bottleneck, duration, log_line, read_metrics, read_status, write_status
+from paceline.common.telemetry import (
+    Metrics,
+    StatusWatch,
+    bottleneck,
+    duration,
+    log_line,
+    read_metrics,
+    read_status,
+    write_status,
+)
 
 VALUES = {
     "elapsed_s": 725,
@@ -74,6 +83,23 @@ def test_status_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
     path.write_text("{half")
     assert read_status(path) is None
+
+
+def test_a_status_is_present_while_it_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = tmp_path / "status.json", [100.0]
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: clock[0])
+    write_status(path, {"step": 1, "updated": 5000.0})
+    watch = StatusWatch(path)
+    assert watch.present() is None, "nobody knows how old it is"
+    for step, updated in ((2, 5001.0), (3, 1400.0), (4, 9000.0)):  # set back an hour, then forward
+        write_status(path, {"step": step, "updated": updated})
+        assert watch.present() == {"step": step, "updated": updated}
+    clock[0] += telemetry.STALE_SECONDS
+    assert watch.present() is None
+    write_status(path, {"step": 5, "updated": 9001.0})
+    assert watch.present() is not None
+    watch.forget()
+    assert watch.present() is None
 
 
 def test_values_of_another_version_are_left_out(tmp_path: Path) -> None:

@@ -5,16 +5,18 @@ A script can signal the supervisor as its parent (`kill -INT $PPID`), so no test
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from paceline.common import paths, scale
 from paceline.common.errors import ConfigError, PacelineError
+from paceline.common.inspect import read_rings
 from paceline.common.locks import FileLock
 from paceline.common.progress import PlainView
 from paceline.common.runfile import RunFile, load
@@ -219,6 +221,31 @@ def test_a_run_that_cannot_be_shown_goes_on(run_path: Path, capfd: pytest.Captur
     assert line == f"paceline: the run goes on unseen: {error.strerror}; its logs are in {w0.parent}"
 
 
+class Seeing(PlainView):
+    """Touches a file once the screen is given a status of this step."""
+
+    def __init__(self, step: int, file: Path) -> None:
+        self.step, self.file = step, file
+        self.steps: list[object] = []
+
+    def refresh(self, children: Sequence[Child], status: Mapping[str, object] | None) -> None:
+        self.steps.append((status or {}).get("step"))
+        if self.steps[-1] == self.step:
+            self.file.touch()
+
+
+@pytest.mark.parametrize("now", [1.0, 4e9])
+def test_figures_stay_on_the_screen_whatever_the_clock_is_set_to(run_path: Path, tmp_path: Path, now: float) -> None:
+    """It was set back, or forward, since the trainer started; and what an earlier trainer said is not this one's."""
+    status, seen = paths.status_path(load(run_path)), tmp_path / "seen"
+    write_status(status, {"step": 7, "updated": time.time()})
+    new = json.dumps({"step": 8, "updated": now})
+    script = f"echo '{new}' > {status}.new; mv {status}.new {status}; until test -e {seen}; do sleep 0.02; done"
+    view = Seeing(8, seen)
+    up(run_path, command=Scripts(consumer=f"{script}; touch {finished(run_path)}"), policy=QUICK, view=view)
+    assert 7 not in view.steps and 8 in view.steps
+
+
 def test_a_fault_of_the_supervisor_leaves_the_trainer_time_for_its_checkpoint(run_path: Path) -> None:
     slow = f"trap 'sleep 0.5; echo checkpoint; exit 0' TERM; echo up; {FOREVER}"
     with pytest.raises(ZeroDivisionError):
@@ -309,9 +336,36 @@ def test_a_worker_that_dies_while_the_run_file_is_edited(
         Child("w0", ["/bin/sh", "-c", worker], w0, was_ready=True),
     ]
     policy = Policy(limit=1000 if mended else 4, first_pause=0.05, longest_pause=0.1, leave=0)
-    supervisor = Supervisor(run, children[0], children[1:], PlainView(), policy=policy, reload=reload)
+    supervisor = Supervisor(
+        run, children[0], children[1:], PlainView(), policy=policy, reload=reload, stamp=file.exists
+    )
     assert supervisor.run() == int(not mended)
     assert mended or children[0].log.read_text() == "saved\n"
+
+
+def test_a_run_file_that_is_whole_again_when_its_reader_has_died(run_path: Path, tmp_path: Path) -> None:
+    """An editor empties the file and writes it: who reads it between dies of that a little later."""
+    run, written, w0 = load(run_path), tmp_path / "written", tmp_path / "w0.log"
+    children = [
+        Child("trainer", ["/bin/sh", "-c", f"{wait_for('whole', w0)}; touch {finished(run_path)}"], tmp_path / "t.log"),
+        Child(
+            "w0",
+            ["/bin/sh", "-c", f"test -e {written} || {{ touch {written}; exit 78; }}; echo whole"],
+            w0,
+            was_ready=True,
+        ),
+    ]
+    supervisor = Supervisor(run, children[0], children[1:], PlainView(), policy=QUICK, stamp=written.exists)
+    assert supervisor.run() == 0
+
+
+def test_a_child_that_never_was_up_ends_the_run_though_the_file_is_not_valid(run_path: Path, tmp_path: Path) -> None:
+    def reload() -> RunFile:
+        raise ConfigError("not TOML")
+
+    trainer = Child("trainer", ["/bin/sh", "-c", SERVE], tmp_path / "trainer.log")
+    worker = Child("w0", ["/bin/sh", "-c", "exit 78"], tmp_path / "w0.log")
+    assert Supervisor(load(run_path), trainer, [worker], PlainView(), policy=QUICK, reload=reload).run() == 78
 
 
 def test_nothing_starts_if_the_data_cannot_be_prepared(run_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -475,6 +529,71 @@ def test_an_output_folder_that_cannot_be(run_path: Path) -> None:
         up(run_path, command=Scripts(), policy=QUICK)
 
 
+def test_a_supervisor_with_more_than_a_thousand_files(run_path: Path) -> None:
+    """One for each worker's log is enough for that, with as many workers as `scale` takes."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 2048:
+        pytest.skip("so many files may not be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
+    files: list[int] = []
+    try:
+        while not files or files[-1] < 1100:  # beyond what select(2) takes
+            files.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        scripts = Scripts(consumer=f"sleep 0.1; touch {finished(run_path)}", producer="exit 0")
+        assert up(run_path, command=scripts, policy=QUICK) == 0
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Restarting(PlainView):
+    """Asks for a restart of the trainer once it says that it is up."""
+
+    supervisor: Supervisor
+
+    def line(self, child: str, text: str) -> None:
+        super().line(child, text)
+        if (child, text) == ("trainer", "up"):
+            self.supervisor._restart()
+
+
+def test_a_trainer_that_finishes_as_it_is_asked_to_restart_has_finished(run_path: Path, tmp_path: Path) -> None:
+    log, script = tmp_path / "trainer.log", f"trap 'touch {finished(run_path)}; exit 0' TERM; echo up; {FOREVER}"
+    view = Restarting()
+    view.supervisor = Supervisor(load(run_path), Child("trainer", ["/bin/sh", "-c", script], log), [], view)
+    assert view.supervisor.run() == 0
+    assert log.read_text() == "up\n"
+
+
+class Removing(Noting):
+    """Asks for no workers once w0 says that it is up."""
+
+    supervisor: Supervisor
+
+    def line(self, child: str, text: str) -> None:
+        super().line(child, text)
+        if (child, text) == ("w0", "up"):
+            self.supervisor._scale(0, [])
+
+
+def test_the_ring_of_a_removed_worker_is_retired_whoever_had_it_last(run_path: Path, tmp_path: Path) -> None:
+    """It may take its ring after the word to it: the feed removes none whose last owner is not retired."""
+    run_path.write_text(run_path.read_text() + f'[stream]\nring_dir = "{tmp_path}/rings"\n')
+    run, removed = load(run_path), tmp_path / "removed"
+    ring = paths.ring_dir(run) / "w0.ring"
+    takes = f"{sys.executable} {Path(__file__).with_name('ring_peer.py')} write {ring} 1 4096 0"
+    script = f"trap '{takes}; exit 0' TERM; echo up; {FOREVER}"
+    worker = Child("w0", ["/bin/sh", "-c", script], tmp_path / "w0.log")
+    done = f"until test -e {removed}; do sleep 0.02; done; touch {finished(run_path)}"
+    trainer = Child("trainer", ["/bin/sh", "-c", done], tmp_path / "trainer.log")
+    view = Removing("w0 is removed", removed)
+    view.supervisor = Supervisor(run, trainer, [worker], view, policy=QUICK, make_worker=lambda *_: worker)
+    assert view.supervisor.run() == 0
+    (info,) = read_rings(ring.parent)
+    assert info.retired and not info.alive
+
+
 def test_signal_handlers_are_put_back(run_path: Path) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)]
     assert up(run_path, command=Scripts(consumer="exit 78"), policy=QUICK) == 78
@@ -493,6 +612,22 @@ def test_tail(tmp_path: Path) -> None:
         file.write(b"end")
         file.flush()
         assert tail.lines() == [] and tail.lines(last=True) == ["end"]
+    tail.close()
+
+
+@pytest.mark.parametrize("after", ["new\n", "a line that is longer than all that was there before it\n"])
+def test_a_log_that_is_rotated_by_copy_is_read_on(tmp_path: Path, after: str) -> None:
+    """As logrotate's copytruncate does it, or a person who makes room."""
+    path = tmp_path / "log"
+    path.touch()
+    tail = Tail(path)
+    with open(path, "ab", buffering=0) as file:  # as the child's
+        file.write(b"a line\nhalf of an")
+        assert tail.lines() == ["a line"]
+        path.write_text("")
+        assert tail.lines() == []
+        file.write(after.encode())
+        assert tail.lines() == [after.strip()]
     tail.close()
 
 

@@ -156,3 +156,13 @@ def test_files_that_are_no_rings_do_not_count():
     for at in range(20):
         seen.add(float(at), [RingInfo("w9", Path("w9.ring"), problem="w9.ring: not a ring")])
     assert seen.verdict().kind == "none" and seen.rates() == {} and seen.shares() == {}
+
+
+@pytest.mark.parametrize(("silent", "kind"), [(60, "measuring"), (110, "stalled")])
+def test_records_that_take_long_are_not_missed_before_their_time(silent: int, kind: str):
+    """Twenty seconds a record: a minute without one is no stall yet."""
+    window = Window()
+    for second in range(0, 61 + silent, 1):
+        produced = min(second, 60) // 20
+        window.add(float(second), [info(produced=produced, read_at=float(second))], TRAINING)
+    assert window.verdict().kind == kind

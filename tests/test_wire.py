@@ -140,3 +140,17 @@ def test_a_sender_cannot_send_what_a_receiver_would_refuse() -> None:
         encode(wire.Bye("w0", -1))
     with pytest.raises(WireError):
         encode(wire.WorkItem(1, ()))  # type: ignore[arg-type]
+
+
+def test_a_message_beyond_the_bound_is_refused_though_it_is_well_formed():
+    """No socket of a worker refuses it before: it would never connect again."""
+    fields = {"worker": "w0", "incarnation": 1}
+    for count, fits in ((MAX_BYTES // 9 - 100, True), (MAX_BYTES // 9 + 1, False)):
+        body = {"v": wire.WIRE_VERSION, "t": "Hello", **fields, "held": [2**62] * count}
+        data = msgpack.packb(body)
+        assert data is not None
+        if fits:
+            assert decode(data) == wire.Hello("w0", 1, (2**62,) * count)
+        else:
+            with pytest.raises(WireError, match=f"at most {MAX_BYTES} are read"):
+                decode(data)

@@ -277,13 +277,26 @@ def test_a_device_that_is_not_there_is_refused_before_there_is_a_ring(run, tiny_
 def test_a_run_that_was_finished_by_other_limits_is_not_finished(run, feed):
     """Its trainer may be slower to start, and removes the marker only then."""
     mark_finished(run, 5)
+    os.utime(paths.finished_path(run), (5e9, 5e9))  # written before the clock was set back
     longer = run.model_copy(update={"trainer": run.trainer.model_copy(update={"epochs": run.trainer.epochs + 1})})
-    time.sleep(0.05)
     worker = InThread(longer)
     feed.hear(wire.Hello)
     feed.hear(wire.Want)
     mark_finished(run, 6)  # after its start: whoever says so knows more than it does
+    os.utime(paths.finished_path(run), (1, 1))  # and the clock was set back since
     assert worker.join() == 0
+
+
+def test_a_reader_that_fails_ends_the_worker(run, monkeypatch):
+    """However it fails: else the loop would wait for its rows for ever."""
+    rows = Rows.open(run.data.rows)
+    monkeypatch.setattr(worker_module, "prepare", lambda *_: bytearray(1 << 62))  # MemoryError
+    queue = worker_module.WorkQueue(rows, 64, 1)
+    queue.add(wire.WorkItem(batch_word(0), (0,)))
+    until(lambda: not queue._thread.is_alive())
+    with pytest.raises(PacelineError, match=r"the rows of a batch cannot be read: MemoryError"):
+        queue.take(batch_word(0))
+    queue.close()
 
 
 def test_rows_of_another_vocabulary_are_refused(run, tmp_path):
