@@ -100,6 +100,17 @@ def test_workers_that_miss_the_end_are_told(run_path: Path) -> None:
     assert log(run_path, "w0") == "up\nsaved\n"
 
 
+def test_a_worker_that_does_not_leave_a_finished_run_is_killed(
+    run_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripts = Scripts(
+        consumer=f"{wait_for('deaf', run_path.parent / 'out/logs/w0.log')}; touch {finished(run_path)}",
+        producer=f"trap '' TERM; echo deaf; {FOREVER}",
+    )
+    assert up(run_path, command=scripts, policy=Policy(leave=0.1, stop=0.2)) == 1
+    assert "w0 did not stop within 0 s: killed" in capfd.readouterr().out
+
+
 class Noting(PlainView):
     """Touches a file once an event holds a text, so that a script can go on from there."""
 
