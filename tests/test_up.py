@@ -236,6 +236,7 @@ class Seeing(PlainView):
     """Touches a file once the screen is given a status of this step."""
 
     def __init__(self, step: int, file: Path) -> None:
+        super().__init__()
         self.step, self.file = step, file
         self.steps: list[object] = []
 
