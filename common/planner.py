@@ -13,7 +13,7 @@ import contextlib
 import math
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,25 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Files:
+    """Files of a run, so many at a time at most, and what their disk has room for. Bytes."""
+
+    count: int
+    each: int
+    folder: Path
+    free: int
+    there: int  # of those that are there already
+
+    @property
+    def total(self) -> int:
+        return self.count * self.each
+
+    @property
+    def fit(self) -> bool:
+        return self.total <= self.free + self.there
+
+
+@dataclass(frozen=True)
 class Plan:
     name: str
     workers: int
@@ -102,15 +121,8 @@ class Plan:
     largest_micro: int | None  # None where the GPU's memory is not known
     slots: int  # draft positions of the micro-batch that has most
     of_rows: bool  # they are those of the run's rows; else of rows that are supervised throughout
-    ring: int  # bytes of one
-    ring_folder: Path
-    ring_free: int
-    ring_there: int
-    checkpoint: int  # bytes of one
-    checkpoints: int  # at a time, at most
-    output: Path
-    output_free: int
-    output_there: int  # bytes of checkpoints
+    rings: Files
+    checkpoints: Files
     speed: Speed | None
     why_no_speed: str
 
@@ -127,12 +139,7 @@ class Plan:
     def fits(self) -> bool:
         """Nothing that is known says that the run cannot start."""
         memory = self.memory is None or self.needed <= USABLE * self.memory
-        disk = self.checkpoint * self.checkpoints <= self.output_free + self.output_there
-        return memory and disk and self.rings <= self.ring_free + self.ring_there
-
-    @property
-    def rings(self) -> int:
-        return self.workers * self.ring
+        return memory and self.rings.fit and self.checkpoints.fit
 
     @property
     def splits(self) -> list[Split]:
@@ -181,7 +188,6 @@ def make_plan(
     shared = count < run.workers.count + run.trainer.ranks
     room = min((gpu.memory for gpu in found), default=None)
     spare = None if room is None else int(USABLE * room) - (worker.total if shared else 0)
-    folder, kept = paths.ring_dir(run), paths.checkpoint_dir(run)
     speed, why = _speed(run, info, shape, found, last, supervised, target_rate, drafter_rate, live)
     return Plan(
         name=run.name,
@@ -196,15 +202,10 @@ def make_plan(
         largest_micro=None if spare is None else largest_micro_batch(run, shape, spare, device, densest),
         slots=slots_of(run, micro, densest),
         of_rows=rows is not None,
-        ring=ring_bytes(run, planes, info.hidden_size),
-        ring_folder=folder,
-        ring_free=free_bytes(_nearest(folder)),
-        ring_there=_blocks(folder.glob("*.ring")),
-        checkpoint=checkpoint_bytes(run, shape),
-        checkpoints=checkpoints_kept(run),
-        output=kept,
-        output_free=free_bytes(_nearest(kept)),
-        output_there=_blocks(kept.rglob("*.safetensors")),
+        rings=_files(run.workers.count, ring_bytes(run, planes, info.hidden_size), paths.ring_dir(run), "*.ring"),
+        checkpoints=_files(
+            checkpoints_kept(run), checkpoint_bytes(run, shape), paths.checkpoint_dir(run), "*/*.safetensors"
+        ),
         speed=speed,
         why_no_speed=why,
     )
@@ -234,13 +235,12 @@ def supervised_share(run: "RunFile") -> float | None:
     return None if rows is None else rows.meta["supervised"] / rows.meta["tokens"]
 
 
-def _blocks(files: Iterable[Path]) -> int:
-    """Bytes that files take. Some may go meanwhile."""
-    total = 0
-    for path in files:
-        with contextlib.suppress(OSError):
-            total += path.stat().st_blocks * 512
-    return total
+def _files(count: int, each: int, folder: Path, pattern: str) -> Files:
+    there = 0
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):  # it may go meanwhile
+            there += path.stat().st_blocks * 512
+    return Files(count, each, folder, free_bytes(_nearest(folder)), there)
 
 
 def _nearest(folder: Path) -> Path:
@@ -363,13 +363,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "largest_micro_tokens": plan.largest_micro,
         "draft_positions": plan.slots,
         "of_rows": plan.of_rows,
-        "rings": {"bytes": plan.rings, "each": plan.ring, "folder": str(plan.ring_folder), "free": plan.ring_free},
-        "checkpoints": {
-            "bytes": plan.checkpoint * plan.checkpoints,
-            "each": plan.checkpoint,
-            "folder": str(plan.output),
-            "free": plan.output_free,
-        },
+        "rings": _files_json(plan.rings),
+        "checkpoints": _files_json(plan.checkpoints),
         "speed": None if speed is None else {**speed.rates._asdict(), "unit": speed.unit, "source": speed.source},
         "splits": [
             {"split": str(split), "rate": split.rate, "waits": split.bound, "idle_targets": split.idle_targets,
@@ -378,13 +373,19 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _files_json(files: Files) -> dict[str, Any]:
+    return {"bytes": files.total, "each": files.each, "folder": str(files.folder), "free": files.free}
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as text, a line each."""
     machine = _machine(plan.gpus)
     lines = [f"plan of {plan.name}: {plan.workers}-{plan.ranks}" + (f" on {machine}" if machine else ""), ""]
     lines += _memory_lines(plan)
-    lines += ["", *_ring_lines(plan), *_disk_lines(plan), "", *_speed_lines(plan)]
-    return lines
+    smaller = "lower stream.slots or stream.token_budget, or enlarge /dev/shm (--shm-size in a container)"
+    fewer = "lower checkpoint.keep_last, or set output to a larger disk"
+    lines += ["", _files_line("rings", plan.rings, smaller), _files_line("checkpoints", plan.checkpoints, fewer)]
+    return [*lines, "", *_speed_lines(plan)]
 
 
 def _machine(gpus: Sequence[Gpu]) -> str:
@@ -413,24 +414,10 @@ def _memory_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _ring_lines(plan: Plan) -> list[str]:
-    need = f"rings: {plan.workers} x {size_text(plan.ring)} = {size_text(plan.rings)} in {plan.ring_folder}"
-    there = f", {size_text(plan.ring_there)} are there" if plan.ring_there else ""
-    if plan.rings <= plan.ring_free + plan.ring_there:
-        return [f"{need}: fits ({size_text(plan.ring_free)} free{there})"]
-    todo = "lower stream.slots or stream.token_budget, or enlarge /dev/shm (--shm-size in a container)"
-    return [f"{need}: DOES NOT FIT ({size_text(plan.ring_free)} free{there}): {todo}"]
-
-
-def _disk_lines(plan: Plan) -> list[str]:
-    total = plan.checkpoint * plan.checkpoints
-    each = f"checkpoints: {plan.checkpoints} x {size_text(plan.checkpoint)} = {size_text(total)} in {plan.output}"
-    free = f"{size_text(plan.output_free)} free"
-    if plan.output_there:
-        free += f", {size_text(plan.output_there)} are there"
-    if total <= plan.output_free + plan.output_there:
-        return [f"{each}: fits ({free})"]
-    return [f"{each}: DOES NOT FIT ({free}): lower checkpoint.keep_last, or set output to a larger disk"]
+def _files_line(name: str, files: Files, todo: str) -> str:
+    need = f"{name}: {files.count} x {size_text(files.each)} = {size_text(files.total)} in {files.folder}"
+    room = f"{size_text(files.free)} free" + (f", {size_text(files.there)} are there" if files.there else "")
+    return f"{need}: fits ({room})" if files.fit else f"{need}: DOES NOT FIT ({room}): {todo}"
 
 
 def _speed_lines(plan: Plan) -> list[str]:

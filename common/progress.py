@@ -232,7 +232,5 @@ def _queues(name: str, status: Status | None) -> tuple[str, str]:
     if index >= len(ready):
         return "", ""
     marks = "■" * ready[index] + "□" * max(slots - ready[index], 0)
-    many = slots > _MOST_MARKS
-    return str(pre[index]) if index < len(
-        pre
-    ) else "", f"{ready[index]} of {slots}" if many else f"{marks} {ready[index]}"
+    tokenised = str(pre[index]) if index < len(pre) else ""
+    return tokenised, f"{ready[index]} of {slots}" if slots > _MOST_MARKS else f"{marks} {ready[index]}"

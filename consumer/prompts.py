@@ -211,14 +211,12 @@ def _tokens(row: Any) -> list[int] | None:
     found = read(row)
     if not isinstance(found, Encoded):
         return None
-    before = np.flatnonzero(
-        np.diff(found.mask.astype(np.int8), prepend=0) == 1
-    )  # where runs of supervised tokens start
-    if not len(before) or not before[-1]:
-        raise Refused(
-            "no tokens before the answer" if len(before) else "no supervised token says where the answer starts"
-        )
-    return found.tokens[: before[-1]].tolist()
+    starts = np.flatnonzero(np.diff(found.mask.astype(np.int8), prepend=0) == 1)  # of runs of supervised tokens
+    if not len(starts):
+        raise Refused("no supervised token says where the answer starts")
+    if not starts[-1]:
+        raise Refused("no tokens before the answer")
+    return found.tokens[: starts[-1]].tolist()
 
 
 def prompt_ids(

@@ -156,14 +156,14 @@ class Collected:
     memory: int = 0  # bytes of tensors, at most so far
     reserved: int = 0  # bytes that the allocator held for them, at most so far
     arrived: float = 0.0  # when it was done with its records: CLOCK_MONOTONIC, which a host's processes share
-    waits: list[float] = field(default_factory=list)  # seconds until each record, and until there was none
 
-    def account(self, gaps: list[float]) -> None:
+    def account(self, waits: list[float], gaps: list[float]) -> None:
         """Sums the waiting up: that for a record, if the device had nothing to do by then; as computing, if it had.
 
-        gaps: how long it had nothing, before each record but the first, for which it was idle all the time.
+        waits: seconds until each record, and until there was none. gaps: how long the device had nothing before each
+        of them but the first, for which it was idle all the time.
         """
-        for wait, gap in zip(self.waits, [math.inf, *gaps], strict=False):
+        for wait, gap in zip(waits, [math.inf, *gaps], strict=False):
             self.data_s += min(wait, gap)
             self.compute_s += max(0.0, wait - gap)
 
@@ -260,9 +260,9 @@ class Training:
 
     def _collect(self, phase: Phase) -> Collected:
         """Train or evaluate this rank's records of the phase; a stop leaves it incomplete, and it will be dropped."""
-        mine = Collected()
+        mine, waits = Collected(), list[float]()
         try:
-            self._take_records(phase, mine)
+            self._take_records(phase, mine, waits)
         except StopRequested:
             mine.stop = "signal"
         except (BadWorker, FeedStopped) as error:
@@ -271,13 +271,13 @@ class Training:
         asked = time.monotonic()
         mine.finite = bool(np.isfinite(self._learner.sums()).all())
         mine.compute_s += time.monotonic() - asked  # a GPU may be at most of the records' work until then
-        mine.account(self._learner.gaps.take())
+        mine.account(waits, self._learner.gaps.take())
         mine.memory, mine.reserved = self._learner.peak_memory()
         hours = self._run.trainer.max_hours
         mine.last = hours is not None and self._before + time.monotonic() - self._began >= 3600 * hours
         return mine
 
-    def _take_records(self, phase: Phase, mine: Collected) -> None:
+    def _take_records(self, phase: Phase, mine: Collected, waits: list[float]) -> None:
         kind, number = phase
         while True:
             self._reports.doing("data")
@@ -285,7 +285,7 @@ class Training:
             record = self._source.next(phase, self._waiting)
             given = time.monotonic()
             self._learner.gaps.begin()
-            mine.waits.append(given - asked)
+            waits.append(given - asked)
             if record is None:
                 return
             self._reports.doing("compute")
